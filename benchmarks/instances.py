@@ -25,6 +25,7 @@ from cribo.base.files import read_json
 from cribo.data.config import spread
 from cribo.data.labelled.coco_writing import mask_annotation
 from cribo.data.labelled.regions import ellipse, trace
+from cribo.data.labelled.scaling import Scaling
 from cribo.data.randomness import keyed_generator
 from cribo.features.memory import Example, Segmentation, SegmentationMemory
 from cribo.models import load_backbone
@@ -51,8 +52,9 @@ class Annotated(NamedTuple):
         """Return the ellipse of each cell, the largest first."""
         with Image.open(self.path) as image:
             width, height = image.size
+        scaling = Scaling.unscaled((height, width))
         ordered = sorted(self.cells, key=lambda cell: -cell[1][2] * cell[1][3])
-        return [(label, ellipse(x + w / 2, y + h / 2, w / 2, h / 2)(height, width)) for label, (x, y, w, h) in ordered]
+        return [(label, ellipse(x + w / 2, y + h / 2, w / 2, h / 2)(scaling)) for label, (x, y, w, h) in ordered]
 
     def labels(self) -> Tensor:
         """Return the label map, with smaller cells on top."""

@@ -28,6 +28,7 @@ from cribo.data.labelled.label_maps import CLASSES_FILE, read_classes
 from cribo.data.labelled.label_studio import read_annotation
 from cribo.data.labelled.label_studio_writing import Control, brush
 from cribo.data.labelled.regions import RegionSet, draw_regions
+from cribo.data.labelled.scaling import Scaling
 
 
 class Project:
@@ -81,8 +82,8 @@ class Project:
             prediction = max(self.client.get(f"/api/tasks/{task}").json()["predictions"], key=lambda each: each["id"])
             regions = read_annotation(prediction, RegionSet(label_file, [], []), names=(label_file.name,))
             numbers = {name: label for label, name in enumerate(self.classes)}
-            size = (labels.shape[0], labels.shape[1])
-            found = draw_regions(regions, size, numbers, name=label_file.name, rest=255).map.labels
+            scaling = Scaling.unscaled((labels.shape[0], labels.shape[1]))
+            found = draw_regions(regions, scaling, numbers, name=label_file.name, rest=255).map.labels
             for label in range(len(self.classes)):
                 own, other = labels == label, (found == label) & (labels != 255)
                 both[label] += (own & other).sum()

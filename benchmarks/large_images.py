@@ -87,7 +87,7 @@ def write_shifted(path: Path, source: Path, down: int, right: int) -> None:
     def tiles() -> Iterator[np.ndarray]:
         with image.open() as read:
             for top in range(0, height, _TILE):
-                rows = read(down + top, min(_TILE, height - top)).permute(1, 2, 0).numpy()[:, right:]
+                rows = read(down + top, min(_TILE, height - top)).pixels.permute(1, 2, 0).numpy()[:, right:]
                 for left in range(0, width, _TILE):
                     tile = rows[:, left : left + _TILE]
                     yield np.pad(tile, ((0, _TILE - tile.shape[0]), (0, _TILE - tile.shape[1]), (0, 0)))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from cribo.data.labelled.inputs import open_image
 from cribo.data.labelled.regions import corners, polygon, trace
+from cribo.data.labelled.scaling import Scaling
 from cribo.features.config import PropagationSettings
 from cribo.features.encoder import Encoder
 from cribo.features.propagation import Propagation, encode_frames, frame_labels, soft_labels
@@ -78,7 +79,7 @@ def _mask(shape: cvataa.TrackableShape, size: tuple[int, int]) -> Bool[np.ndarra
     height, width = size
     if shape.type == "mask":
         return decode_mask(shape.points, image_width=width, image_height=height)
-    return polygon(corners(list(shape.points)))(height, width)
+    return polygon(corners(list(shape.points)))(Scaling.unscaled(size))
 
 
 create = Tracker

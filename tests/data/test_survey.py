@@ -115,3 +115,17 @@ def test_labels_of_pixels_without_data_are_ignored(tmp_path):
     for labels in (found.labels(0), example.labels):
         assert (labels[:4] == 255).all()
         assert (labels[4:] == 1).all()
+
+
+def test_large_images_are_surveyed_by_windows(tmp_path):
+    rows, columns = np.mgrid[:900, :1300]
+    values = np.stack([3 * rows + 100, 2 * columns + 300], axis=-1).astype(np.uint16)
+    tagged = [(42113, "s", 0, "65535", True)]
+    values[200:400, 300:] = 65_535
+    write(tmp_path / "0.tif", values, tile=(128, 128), planarconfig="contig", extratags=tagged)
+    reading = Reading(channels=(0, 1), max_pixels=200_000)
+    known = values[values[..., 0] != 65_535]
+    expected = np.percentile(known, (0.1, 99.9), axis=0).T.ravel()
+    np.testing.assert_allclose(limits(tmp_path, reading), expected, atol=10)
+    write(tmp_path / "0.tif", values.astype(np.uint8), tile=(128, 128), planarconfig="contig")
+    assert survey(tmp_path, reading).range is None

@@ -45,7 +45,7 @@ def test_windows_equal_the_whole_image(tmp_path: Path, layout: str) -> None:
     with open_windows(path) as picture:
         assert picture is not None
         for top, left, height, width in ((0, 0, 300, 410), (30, 50, 200, 333), (63, 64, 1, 1), (299, 0, 1, 410)):
-            found = picture.window(top, left, height, width)
+            found = picture.window(top, left, height, width).pixels
             np.testing.assert_array_equal(found, whole[top : top + height, left : left + width])
 
 
@@ -56,7 +56,7 @@ def test_channels_of_windows_are_chosen_and_scaled(tmp_path: Path, layout: str) 
     whole = read_image(path, reading=reading).permute(1, 2, 0).numpy()
     with open_windows(path, reading=reading) as picture:
         assert picture is not None
-        np.testing.assert_array_equal(picture.window(30, 50, 200, 333), whole[30:230, 50:383])
+        np.testing.assert_array_equal(picture.window(30, 50, 200, 333).pixels, whole[30:230, 50:383])
 
 
 def test_an_image_above_the_limit_is_read_in_bands(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_an_image_above_the_limit_is_read_in_bands(tmp_path: Path) -> None:
     assert image.size == (300, 410)
     with image.open() as read:
         for top in (0, 37, 74, 200, 10):  # also rows of the band before, and a jump back
-            torch.testing.assert_close(read(top, 100), whole[:, top : top + 100], rtol=0, atol=0)
+            torch.testing.assert_close(read(top, 100).pixels, whole[:, top : top + 100], rtol=0, atol=0)
         with pytest.raises(TooManyPixels):
             read(0, 150)
     assert isinstance(read_or_open(file, Reading()), torch.Tensor)

@@ -27,6 +27,7 @@ from examples.tools.cvat_tracker import Tracker
 
 from cribo import SegmentationMemory
 from cribo.data.labelled.regions import corners, polygon
+from cribo.data.labelled.scaling import Scaling
 from cribo.data.scenes import Scenes
 
 FUNCTIONS = Path(__file__).parents[2] / "examples" / "tools"
@@ -143,7 +144,7 @@ def drawn(shapes: list[dict[str, Any]], width: int, height: int) -> np.ndarray:
         if shape["type"] == "mask":
             pixels = decode_mask(shape["points"], image_width=width, image_height=height)
         else:
-            pixels = polygon(corners(shape["points"]))(height, width)
+            pixels = polygon(corners(shape["points"]))(Scaling.unscaled((height, width)))
         labels[pixels] = shape["label_id"] - FIRST_LABEL
     return labels
 

@@ -1,4 +1,4 @@
-"""Channels and range that are stored with a backbone, and options that take precedence."""
+"""Channels, range and pixel size that are stored with a backbone, and options that take precedence."""
 
 import json
 from pathlib import Path
@@ -47,10 +47,19 @@ def test_given_options_take_precedence(folder: Path) -> None:
     assert PixelOptions(channels=(0,)).completed({"range": (0, 9)}).given == {"channels": [0], "range": [0, 9]}
 
 
+def test_the_pixel_size_of_the_training_is_stored(tmp_path: Path) -> None:
+    backbone = build_backbone("resnet10t", image_size=32)
+    backbone.pixels = Reading(pixel_size=0.5, page=1).trained_with
+    save_backbone(backbone, tmp_path)
+    assert saved_pixels(str(tmp_path)) == {"pixel_size": 0.5}
+    assert completed_for(str(tmp_path), Reading()).pixel_size == 0.5
+    assert completed_for(str(tmp_path), Reading(pixel_size=0)).pixel_size == 0
+
+
 def test_invalid_stored_options_are_refused_with_their_file(folder: Path) -> None:
     file = folder / "run" / "backbone.json"
     about = json.loads(file.read_text())
-    for wrong in ({"channels": ["../x"]}, {"range": [5, 1]}, {"channels": 7}):
+    for wrong in ({"channels": ["../x"]}, {"range": [5, 1]}, {"channels": 7}, {"pixel_size": -1}, {"pixel_size": "x"}):
         file.write_text(json.dumps({**about, "pixels": wrong}))
         with pytest.raises(InputError, match=r"backbone\.json"):
             saved_pixels(str(folder / "run"))

@@ -41,7 +41,7 @@ def test_bands_cover_the_image_and_repeat_its_last_pixels(tmp_path: Path) -> Non
     pixels, _ = ground(250, 203)
     windows = WindowGrid((250, 203), patch=16, side=6, step=4)
     assert windows.grid == (16, 13)
-    bands = dict(read_bands(large(tmp_path / "a.tif", pixels), windows))
+    bands = {top: rows.pixels for top, rows in read_bands(large(tmp_path / "a.tif", pixels), windows)}
     assert list(bands) == windows.tops == [0, 4, 8, 10]
     last = bands[10]
     assert last.shape == (3, 96, 208)

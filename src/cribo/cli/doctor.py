@@ -51,6 +51,7 @@ USES = {
     "video": "video files",
     "tiff": "TIFF with several channels or pages, and compressed",
     "dicom": "DICOM images",
+    "slides": "whole slides, such as .svs and .ndpi",
     "geo": "segment --write geotiff and geojson-wgs84",
     "cluster": "--engine ray of embed, index and segment",
     "map": "embed --map umap",

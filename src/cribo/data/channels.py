@@ -110,12 +110,17 @@ def scaled(values: Real[np.ndarray, "*size"], low: float, high: float) -> UInt8[
     return np.nan_to_num(grey.clip(0, 255)).round().astype(np.uint8)
 
 
-def has_data(values: Num[np.ndarray, "h w c"], nodata: float | None) -> Bool[np.ndarray, "h w"]:
-    """Return which pixels have a channel that is finite and not the nodata value."""
+def is_data(values: Num[np.ndarray, "*size"], nodata: float | None) -> Bool[np.ndarray, "*size"]:
+    """Return which values are finite and not the nodata value."""
     found = np.isfinite(values) if values.dtype.kind == "f" else np.ones(values.shape, dtype=bool)
     if nodata is not None:
         found &= values != (values.dtype.type(nodata) if values.dtype.kind == "f" else nodata)  # rounded as stored
-    return np.any(found, axis=-1)
+    return found
+
+
+def has_data(values: Num[np.ndarray, "h w c"], nodata: float | None) -> Bool[np.ndarray, "h w"]:
+    """Return which pixels have a channel that is finite and not the nodata value."""
+    return np.any(is_data(values, nodata), axis=-1)
 
 
 class DimImages:

@@ -1,4 +1,4 @@
-"""Limits on the pixels and the number of images, the range of their values, and formats of labels; no torch."""
+"""Limits on the pixels and the number of images, their values and their scale, and formats of labels; no torch."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _CHANNEL = re.compile(r"([^=,]+=)?\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class PixelOptions:
-    """Selection of the channels, the page and the range of values when image files are read.
+    """Selection of the channels, the page, the range of values and the scale when image files are read.
 
     Attributes:
         range: LOW,HIGH, the values that become black and white in images with more than 8 bits per channel, such as
@@ -31,6 +31,11 @@ class PixelOptions:
             of grey and RGB images]
         page: number, from 0, of the one page of each stack to read, such as a plane, a time or a depth. [every page is
             an image of its own, named stack.page003.tif]
+        pixel_size: side of a pixel to which images are resized: in micrometres for slides, OME-TIFF and other TIFFs
+            that state their resolution, in units of the map, such as metres, for GeoTIFF. Of a pyramid, the level that
+            is just as fine or finer is read. Give it if objects have different sizes in pixels in images of
+            several magnifications, or if less detail suffices. 0 is full resolution, whatever a backbone states.
+            [full resolution]
 
     Raises:
         InputError: a value is out of range.
@@ -39,6 +44,7 @@ class PixelOptions:
     range: tuple[float, ...] | None = None
     channels: tuple[int | str, ...] | None = None
     page: Annotated[int, at_least(0)] | None = None
+    pixel_size: Annotated[float, at_least(0)] | None = None
 
     def __post_init__(self) -> None:
         for name in ("range", "channels"):  # lists in JSON
@@ -61,6 +67,11 @@ class PixelOptions:
         for low, high in zip(limits[::2], limits[1::2], strict=True):
             if not -float("inf") < low < high < float("inf"):
                 raise InputError(f"range must be two ascending numbers LOW,HIGH, got {option_text((low, high))}")
+
+    @property
+    def full_resolution(self) -> Self:
+        """The same options without a pixel size."""
+        return replace(self, pixel_size=None)
 
     def limits(self, channel: int = 0) -> tuple[float, float] | None:
         """Return the values of black and white of a channel, by its place in `channels`; None if they are not given."""
@@ -116,7 +127,7 @@ class PixelOptions:
     @property
     def key(self) -> bytes:
         """Bytes that identify these options in hashes; empty for the defaults."""
-        if self.channels is None and self.page is None:  # as in earlier versions
+        if self.given.keys() <= {"range"}:  # as in earlier versions
             return b"" if self.range is None else str(self.range).encode()
         return str(sorted(self.given.items())).encode()
 
@@ -143,7 +154,7 @@ PIXEL_OPTIONS = tuple(field.name for field in fields(PixelOptions))
 """Names of the fields of `PixelOptions`."""
 
 DEFAULT_READING = Reading()
-"""Limit of pixels and range of values without options."""
+"""How images are read without options."""
 
 READING_SHORT = {f"--{name}": f"--reading.{name}" for name in ("max_pixels", *PIXEL_OPTIONS)}
 """Short options for the fields of a `Reading`."""

@@ -39,6 +39,8 @@ def _starts(pattern: bytes) -> re.Pattern[bytes]:
 
 
 _TIFF = _starts(rb"II[*+]\0|MM\0[*+]|II\0\*|MM\*\0")
+# Of MIRAX, a picture of the slide; of Hamamatsu's VMS, a text.
+_SLIDE = _starts(_TIFF.pattern + rb"|\xff\xd8\xff|\x89PNG|BM|\[(Uncompressed )?Virtual Microscope Specimen\]")
 
 IMAGE_KINDS = (
     ImageKind(
@@ -58,6 +60,14 @@ IMAGE_KINDS = (
         packages=("pydicom",),
         extra="dicom",
     ),
+    ImageKind(
+        *("whole slide", (".svs", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif"), _SLIDE, "slide"),
+        channels="RGB",
+        packages=("openslide",),
+        extra="slides",
+        has_windows=True,
+        on_disk=True,
+    ),
     # Recognised, and refused by name.
     ImageKind("HEIC", (".heic", ".heif"), _starts(rb".{4}ftyp(hei|hev|mif1|msf1)")),
     ImageKind("AVIF", (".avif",), _starts(rb".{4}ftypavi[fs]")),
@@ -66,7 +76,6 @@ IMAGE_KINDS = (
     ImageKind("OpenEXR", (".exr",), _starts(rb"\x76\x2f\x31\x01")),
     ImageKind("Radiance HDR", (".hdr",), _starts(rb"#\?R(ADIANCE|GBE)")),
     ImageKind("Photoshop", (".psd",), _starts(rb"8BPS")),
-    ImageKind("whole-slide TIFF", (".svs",), _TIFF),
     ImageKind("CZI", (".czi",), _starts(rb"ZISRAWFILE")),
     ImageKind("ND2", (".nd2",), _starts(rb"\xda\xce\xbe\x0a")),
     ImageKind("LIF", (".lif",), _starts(rb"\x70\0\0\0")),
@@ -192,7 +201,8 @@ def image_content(name: str, path: str) -> ImageContent:
         OSError: the file cannot be read.
     """
     place, page = stored_page(path)
-    if Path(place).stat().st_size > HELD_BYTES:
+    kind = kind_of_name(name)
+    if Path(place).stat().st_size > HELD_BYTES or (kind is not None and kind.on_disk):
         return ImageOnDisk(name, place, page)
     return EncodedImage(name, Path(place).read_bytes(), page)
 
@@ -238,15 +248,17 @@ def read_image(
 
     Reads `IMAGE_KINDS`, the first frame of an animation and the first picture of a phone's MPO.
     Transparent pixels are composited over white, since the colour stored under them is arbitrary. EXIF orientation is
-    applied, embedded colour profiles are ignored. 9 to 16 bits per channel are scaled to 8 by
-    `reading.range`, else by the range that the file states, else by 0 to 65535. The tensor is writable and
-    channels-last in memory (strides (1, 3 w, 3)), the layout that torchvision resizes fastest.
+    applied, embedded colour profiles are ignored. 9 to 16 bits per channel are scaled to 8 by `reading.range`, else by
+    the range that the file states, else by 0 to 65535. With `reading.pixel_size`, the level of a pyramid that is just
+    as fine or finer is read and resized. The tensor is writable and channels-last in memory (strides (1, 3 w, 3)), the
+    layout that torchvision resizes fastest.
 
     Raises UnreadableImage if the file is missing, empty, truncated or not an image, has a side shorter than 2 pixels,
     has several pages without `reading.page` and is not the name of one of them (`page_name`), has more channels than
     RGB and transparency without `reading.channels`, has 16-bit values below 2^13 of an unknown range, has 32-bit pixels
-    without `reading.range`, or has more than `reading.max_pixels` pixels according to its header, in which case it is
-    not decoded. Pillow's limit for the whole process, `PIL.Image.MAX_IMAGE_PIXELS`, is raised to `reading.max_pixels`.
+    without `reading.range`, does not state its pixel size or is coarser than `reading.pixel_size`, or has more than
+    `reading.max_pixels` pixels according to its header, in which case it is not decoded. Pillow's limit for the whole
+    process, `PIL.Image.MAX_IMAGE_PIXELS`, is raised to `reading.max_pixels`.
 
     >>> read_image("street.jpg").shape  # doctest: +SKIP
     torch.Size([3, 360, 480])
@@ -317,12 +329,27 @@ def image_size(path: str | os.PathLike[str] | ImageContent, *, reading: Reading 
         return picture.size()
 
 
+def full_size(path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING) -> tuple[int, int]:
+    """Return height and width of an image at full resolution, of any size, reading only the header.
+
+    Raises UnreadableImage as `image_size` does, except for too many pixels of a kind with windows.
+    """
+    try:
+        return image_size(path, reading=reading.full_resolution)
+    except TooManyPixels:
+        with open_windows(path, reading=reading.full_resolution) as picture:
+            if picture is None:
+                raise
+            return picture.size()
+
+
 def read_values(path: str | os.PathLike[str] | ImageContent, *, reading: Reading = DEFAULT_READING) -> Image.Image:
     """Read an image without converting its values, such as a map of classes or depths.
 
-    Raises UnreadableImage if the file is not an image, or its kind has no such values.
+    Only the limit of pixels of `reading` applies. Raises UnreadableImage if the file is not an image, or its kind has
+    no such values.
     """
-    with open_picture(path, reading=reading) as picture:
+    with open_picture(path, reading=Reading(max_pixels=reading.max_pixels)) as picture:
         return picture.values()
 
 
@@ -354,6 +381,8 @@ def open_picture(
             raise TooManyPixels(path, f"{width} x {height} pixels", reading.max_pixels)
         _require_sides(picture, path)
         picture.require_whole()
+        if reading.pixel_size and isinstance(picture, WindowedPicture):
+            _require_units(picture, path, reading)  # what is decoded is larger than the picture
         yield picture
 
 
@@ -375,9 +404,7 @@ def open_windows(
         with reader.open_windows(file, os.fspath(path), kind, reading) as picture:
             _require_sides(picture, path)
             picture.require_whole()
-            if picture.unit_pixels > reading.max_pixels:
-                what = f"{picture.unit_pixels} pixels, in tiles or strips of the file that are decoded at once,"
-                raise TooManyPixels(path, what, reading.max_pixels)
+            _require_units(picture, path, reading)
             yield picture
 
 
@@ -403,6 +430,12 @@ def _recognised(
                 raise UnreadableImage(path, f"{kind.name} images cannot be read: convert it to JPEG, PNG or TIFF")
             if kind.packages:
                 require_packages(f"reading {kind.name} images", *kind.packages, extra=kind.extra)
+            if reading.pixel_size and not kind.has_windows:
+                raise UnreadableImage(
+                    path,
+                    f"no pixel size is read from {kind.name} images, which --pixel_size {reading.pixel_size:g} "
+                    "requires: convert it to TIFF with a resolution, or give --pixel_size 0",
+                )
             yield file, kind, import_module(f"cribo.data.readers.{kind.reader}"), reading
     except (UnreadableImage, MissingPackage, MemoryError):
         raise
@@ -416,6 +449,12 @@ def _require_sides(picture: Picture, path: str | os.PathLike[str] | ImageContent
     height, width = picture.header_size
     if min(width, height) < 2:
         raise UnreadableImage(path, f"{width} x {height} pixels are too few: at least 2 x 2 are required")
+
+
+def _require_units(picture: WindowedPicture, path: str | os.PathLike[str] | ImageContent, reading: Reading) -> None:
+    if picture.unit_pixels > reading.max_pixels:
+        what = f"{picture.unit_pixels} pixels, in tiles or strips of the file that are decoded at once,"
+        raise TooManyPixels(path, what, reading.max_pixels)
 
 
 def _opened(path: str | ImageContent) -> BinaryIO:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cribo.base.errors import MissingPackage, UnreadableImage
+from cribo.base.errors import MissingPackage, TooManyPixels, UnreadableImage
 from cribo.base.wording import counted, option_text
 from cribo.data.config import Reading, spread
-from cribo.data.reading import kind_of_name, open_picture
+from cribo.data.reading import ImageContent, kind_of_name, open_picture, open_windows
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Real
@@ -25,15 +25,17 @@ log = logging.getLogger("cribo")
 
 _MOST_IMAGES = 16
 _MOST_VALUES = 2**16  # of a channel of an image
+_WINDOW, _WINDOWS = 256, 8  # side in pixels of the windows of a large image, and their number in each direction
 _PERCENTILES = (0.1, 99.9)
 
 
 def surveyed(images: ImageCollection | EncodedImages) -> Reading:
     """Return how the images of a collection are read, with a range of values if nothing states it.
 
-    Up to 16 evenly spread images are decoded, if their kind may have more than 8 bits. If nothing states the values of
-    black and white, and its reading does not give them, they are the percentiles 0.1 and 99.9 of the finite values:
-    of each of its `channels`, of all channels together for RGB, whose balance is kept. They are logged.
+    Up to 16 evenly spread images are decoded, if their kind may have more than 8 bits; 64 windows of large ones. If
+    nothing states the values of black and white, and its reading does not give them, they are the percentiles 0.1 and
+    99.9 of the finite values: of each of its `channels`, of all channels together for RGB, whose balance is kept. They
+    are logged.
 
     >>> surveyed(open_collection("cells", reading=Reading(channels=(0, 2)))).range  # doctest: +SKIP
     (108.0, 3014.0, 97.0, 1460.0)
@@ -66,14 +68,34 @@ def _may_be_deep(extension: str) -> bool:
 def _values(images: ImageCollection | EncodedImages, index: int) -> Real[np.ndarray, "n c"] | None:
     """Return evenly spread values of an image whose range is unknown; None for other images."""
     try:
-        with open_picture(images.read(index), reading=images.reading) as picture:
-            values, valid = picture.unscaled(), picture.valid()
+        file = images.read(index)
+        try:
+            with open_picture(file, reading=images.reading) as picture:
+                values, valid = picture.unscaled(), picture.valid()
+            if values is not None:
+                values = values.reshape(-1, values.shape[-1]) if valid is None else values[valid]
+        except TooManyPixels:
+            values = _values_of_windows(file, images.reading)
     except (UnreadableImage, MissingPackage, OSError):
         return None
-    if values is None:
-        return None
-    flat = values.reshape(-1, values.shape[-1]) if valid is None else values[valid]
-    return flat[:: max(1, -(-len(flat) // _MOST_VALUES))]
+    return None if values is None else values[:: max(1, -(-len(values) // _MOST_VALUES))]
+
+
+def _values_of_windows(file: ImageContent, reading: Reading) -> Real[np.ndarray, "n c"] | None:
+    """Return the values of windows that are spread over a large image."""
+    with open_windows(file, reading=reading) as picture:
+        if picture is None:
+            return None
+        tops, lefts = map(_starts, picture.size())
+        height, width = (min(side, _WINDOW) for side in picture.size())
+        parts = [picture.unscaled_window(top, left, height, width) for top in tops for left in lefts]
+    found = [part for part in parts if part is not None]
+    return np.concatenate(found) if found else None
+
+
+def _starts(side: int) -> list[int]:
+    """Return the starts of windows along a side, the first and the last at its ends."""
+    return np.unique(np.linspace(0, max(0, side - _WINDOW), _WINDOWS).astype(int)).tolist()
 
 
 def _limits(values: Real[np.ndarray, "n c"]) -> Float[np.ndarray, "c 2"]:

@@ -1,4 +1,4 @@
-"""How images are read for a backbone: with the channels and the range of the images of its training; no torch."""
+"""How images are read for a backbone: with the channels, range and pixel size of its training; no torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from cribo.models.hub.download import download, hub_name
 _DESCRIPTIONS = (("backbone.json", ()), ("config.json", ("cribo",)))
 """Files that describe a backbone of this project, and the entry of the description in them."""
 
-_STORED = ("channels", "range")
+_STORED = ("channels", "range", "pixel_size")
 
 Options = TypeVar("Options", bound=PixelOptions)
 
@@ -33,7 +33,7 @@ def completed_for(source: BackboneSource | str | None, reading: Options) -> Opti
 
 
 def saved_pixels(source: BackboneSource | str) -> Mapping[str, Any]:
-    """Return the channels and the range that are stored with a backbone; empty without any.
+    """Return the channels, the range and the pixel size that are stored with a backbone; empty without any.
 
     Reads only the description of a backbone that this project has saved, and downloads a repository of the hub.
 

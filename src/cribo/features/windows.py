@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cribo.base.errors import UnreadableImage
 from cribo.base.machine import give_freed_memory_back
-from cribo.data.windows import LargeImage
+from cribo.data.windows import LargeImage, Rows
 from cribo.features.grid import window_starts
 
 Item = TypeVar("Item")
@@ -68,12 +68,10 @@ class WindowGrid:
         return window_starts(self.grid[1], self.side, self.step)
 
 
-def read_bands(
-    image: LargeImage, windows: WindowGrid, *, above: int = 0
-) -> Iterator[tuple[int, UInt8[Tensor, "c height width"]]]:
+def read_bands(image: LargeImage, windows: WindowGrid, *, above: int = 0) -> Iterator[tuple[int, Rows]]:
     """Yield the first row of each row of windows, in patches, and its pixels over the whole width of the image.
 
-    Where the last patches extend beyond the image, its last pixels are repeated.
+    Where the last patches extend beyond the image, its last pixels are repeated; `Rows.valid` does not extend.
 
     Args:
         image: the image.
@@ -90,7 +88,8 @@ def read_bands(
             rows = read(start, min(end, height) - start)
             beyond = max(0, end - height), windows.grid[1] * windows.patch - width
             if any(beyond):
-                rows = F.pad(rows[None].float(), (0, beyond[1], 0, beyond[0]), mode="replicate")[0].byte()
+                pixels = F.pad(rows.pixels[None].float(), (0, beyond[1], 0, beyond[0]), mode="replicate")[0].byte()
+                rows = rows._replace(pixels=pixels)
             yield top, rows
             # Freed arrays of various sizes would fragment the heap (`keep_freed_memory`), which grows with every row.
             give_freed_memory_back()
@@ -112,10 +111,10 @@ def window_batches(
     """
     (height, width), patch = windows.shape, windows.patch
     most = max(1, min(batch_size, PATCHES_AT_ONCE // (height * width)))
-    for top, rows in read_bands(image, windows):
+    for top, (pixels, _) in read_bands(image, windows):
         for start in range(0, len(windows.lefts), most):
             lefts = windows.lefts[start : start + most]
-            cut = [rows[:, :, left * patch : (left + width) * patch] for left in lefts]
+            cut = [pixels[:, :, left * patch : (left + width) * patch] for left in lefts]
             yield [(top, left) for left in lefts], torch.stack(cut)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from cribo.base.bounds import above, at_least, between, check_bounds
 from cribo.base.errors import InputError
-from cribo.data.config import MAX_PIXELS, Reading
+from cribo.data.config import MAX_PIXELS, PIXEL_OPTIONS, Reading
 from cribo.data.labelled.sets import HELD_OUT_SCENES
 from cribo.models.config import CUDA_GRAPH_MODES, CompileMode
 from cribo.objectives.config import ObjectiveOptions
@@ -75,6 +75,9 @@ class DataConfig:
             numbers of channels. [all of grey and RGB images]
         page: number, from 0, of the one page of each stack to read, such as a plane, a time or a depth. [every page is
             an image of its own]
+        pixel_size: side of a pixel to which images are resized: in micrometres for slides, OME-TIFF and other TIFFs
+            that state their resolution, in units of the map, such as metres, for GeoTIFF. Of a pyramid, the level that
+            is just as fine or finer is read. 0 is full resolution, whatever a backbone states. [full resolution]
         inside: reject lists and links that lead to image files outside root's folder.
         cache_dir: folder on this machine in which shards from a URL are cached.
         cache_gib: size of the cache in GiB; the least recently used shards are removed first. If not all shards fit,
@@ -93,6 +96,7 @@ class DataConfig:
     range: tuple[float, ...] | None = None
     channels: tuple[int | str, ...] | None = None
     page: Annotated[int, at_least(0)] | None = None
+    pixel_size: Annotated[float, at_least(0)] | None = None
     inside: bool = False
     cache_dir: str = "~/.cache/cribo/shards"
     cache_gib: Annotated[float, above(0)] = 100.0
@@ -102,7 +106,8 @@ class DataConfig:
     @property
     def reading(self) -> Reading:
         """How the images are read."""
-        return Reading(max_pixels=self.max_pixels, range=self.range, channels=self.channels, page=self.page)
+        options = {name: getattr(self, name) for name in PIXEL_OPTIONS}
+        return Reading(max_pixels=self.max_pixels, **options)
 
 
 @dataclass

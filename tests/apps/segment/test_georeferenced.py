@@ -58,6 +58,18 @@ def test_geojson_in_degrees_covers_the_labels(labelling, tmp_path):
     np.testing.assert_array_equal(found, labelling.labels("a.tif") == 1)
 
 
+def test_labels_of_a_lower_resolution_lie_where_the_image_does(labelling, tmp_path):
+    coarse = labelling._replace(labels=lambda name: labelling.labels(name)[::5, ::10])
+    write_geotiff(tmp_path / "maps", coarse)
+    with rasterio.open(tmp_path / "maps" / "a.tif") as file:
+        assert file.transform == rasterio.Affine(100, 0, 500_000, 0, -50, 5_500_000)
+        np.testing.assert_array_equal(file.read(1), labelling.labels("a.tif")[::5, ::10])
+    for place, own in (("full", labelling), ("coarse", coarse)):
+        write_geojson_in_degrees(tmp_path / place, own)
+    found = [json.loads((tmp_path / place / "a.geojson").read_text()) for place in ("full", "coarse")]
+    np.testing.assert_allclose(*(each["features"][-1]["geometry"]["coordinates"] for each in found), atol=1e-8)
+
+
 def test_an_image_without_coordinates(tmp_path):
     Image.new("L", (8, 8)).save(tmp_path / "b.tif")
     with pytest.raises(DataError, match="geojson"):

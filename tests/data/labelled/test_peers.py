@@ -19,6 +19,7 @@ from cribo.data.labelled.label_maps import Labelling
 from cribo.data.labelled.label_studio import decoded
 from cribo.data.labelled.label_studio_writing import encoded
 from cribo.data.labelled.regions import polygon, trace
+from cribo.data.labelled.scaling import Scaling
 from cribo.data.labelled.yolo import read_yolo
 
 pytestmark = pytest.mark.slow
@@ -87,7 +88,9 @@ def test_supervision_reads_and_writes_the_same_regions(tmp_path: Path) -> None:
     ask("supervision==0.26.*", SUPERVISION, place, tmp_path / "images" / "train", out)
     regions = trace(labels.numpy(), (1, 2))
     expected = {
-        name: np.any([polygon(each.rings[0])(*SIZE) for each in regions if each.label == label], axis=0)
+        name: np.any(
+            [polygon(each.rings[0])(Scaling.unscaled(SIZE)) for each in regions if each.label == label], axis=0
+        )
         for label, name in enumerate(CLASSES[1:], start=1)
     }
     for name, drawn in np.load(out / "masks.npz").items():

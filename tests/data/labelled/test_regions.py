@@ -19,6 +19,7 @@ from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelledBox, Labelling,
 from cribo.data.labelled.label_studio import decoded
 from cribo.data.labelled.label_studio_writing import encoded
 from cribo.data.labelled.regions import polygon, trace
+from cribo.data.labelled.scaling import Scaling
 
 CLASSES = ["background", "cell", "it's a dog"]
 HEIGHT, WIDTH = 40, 56
@@ -48,7 +49,7 @@ def test_traced_regions_are_drawn_as_they_were(smooth: float) -> None:
     drawn = np.full_like(values, 9)
     regions = trace(values, range(3))
     for region in regions:
-        shape = polygon(*region.rings)(HEIGHT, WIDTH)
+        shape = polygon(*region.rings)(Scaling.unscaled((HEIGHT, WIDTH)))
         assert shape.sum() == region.mask.sum()
         drawn[shape] = region.label
     assert (drawn == values).all()

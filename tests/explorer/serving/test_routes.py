@@ -18,6 +18,7 @@ from PIL import Image
 from tests.explorer.serving.conftest import Running, Serve, add_example, draw, png
 
 from cribo.data.labelled.regions import polygon
+from cribo.data.labelled.scaling import Scaling
 from cribo.explorer.painting import from_runs
 from cribo.features import BackboneSource
 from cribo.features.memory import SegmentationMemory
@@ -55,9 +56,9 @@ def test_labels_are_those_of_the_memory(running: Running, expected: Segmentation
         assert np.array_equal(np.array(Image.open(io.BytesIO(labels.content))), found.labels.numpy())
     grey = np.array(Image.open(io.BytesIO(running.segment(content, params={"format": "confidence"}).content)))
     assert np.abs(grey / 255 - found.confidence.numpy()).max() < 0.01
-    drawn = np.full((40, 90), 255)
+    drawn, whole = np.full((40, 90), 255), Scaling.unscaled((40, 90))
     for each in running.segment(content, params={"format": "polygons"}).json()["polygons"]:
-        outer, *holes = (polygon([(float(x), float(y)) for x, y in ring])(40, 90) for ring in each["rings"])
+        outer, *holes = (polygon([(float(x), float(y)) for x, y in ring])(whole) for ring in each["rings"])
         mask = outer & ~np.any(holes, axis=0) if holes else outer
         drawn[mask] = about["classes"].index(each["class"])
     assert np.array_equal(drawn, found.labels.numpy())

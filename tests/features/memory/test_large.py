@@ -47,6 +47,20 @@ def test_images_of_any_size_are_covered(tmp_path: Path) -> None:
         assert (found == kinds).float().mean() > 0.9
 
 
+def test_pixels_without_data_have_no_label(tmp_path: Path) -> None:
+    memory = memory_of("mean-colour", scale=1.0, window=160)
+    pixels, kinds = ground(520, 300)
+    lost = torch.zeros(520, 300, dtype=torch.bool)
+    lost[100:330, 90:180] = True
+    image = large(tmp_path / "a.tif", pixels.masked_fill(lost, 0), extratags=[(42113, "s", 0, "0", True)])
+    bands = list(label_rows(memory, image))
+    assert len(bands) > 2
+    labels, confidence = torch.cat([each.labels for each in bands]), torch.cat([each.confidence for each in bands])
+    torch.testing.assert_close(labels == 255, lost)
+    assert (confidence[lost] == 0).all()
+    assert (labels == kinds)[~lost].float().mean() > 0.85
+
+
 def test_a_shifted_grid_of_windows_gives_the_same_labels(tmp_path: Path) -> None:
     torch.manual_seed(0)
     memory = memory_of(build_backbone("vit_tiny_patch16_224", image_size=64), window=256)

@@ -63,6 +63,12 @@ def search_objects(
     place = QueryPlace(config.point, config.box, config.object)
     folder, database = _open_search(config, Path(config.image).stem, out, overwrite)
     reading = database.reading(config.reading)
+    if config.coco and reading.pixel_size:
+        raise ConfigError(
+            f"--coco writes masks at full resolution, but {database.uri} was built with --pixel_size "
+            f"{reading.pixel_size:g}: omit it and read the masks in {RESULTS}, or build another database without "
+            "--pixel_size"
+        )
     query = make_query(database, config.image, place, lambda: _open_known(config, database), reading=reading)
     vectors = np.stack([region.vector for region in query.regions])
     own = None if config.include_own else query.indexed
@@ -178,6 +184,7 @@ def _about(config: SearchConfig, database: ObjectDatabase, command: str) -> dict
         "images": str(database.root),
         "backbone": database.info.backbone_name,
         "settings": dataclasses.asdict(database.info.settings),
+        "pixels": database.info.pixels,  # boxes and masks are in pixels of images that are read in this way
         "k": config.k,
         "path": config.path,
         "command": command,

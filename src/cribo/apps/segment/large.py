@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import tifffile
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cribo.base.colours import Colour
 from cribo.data.labelled.label_maps import IGNORE_INDEX
+from cribo.data.readers.scale import MICROMETRES, PixelSize
 from cribo.data.windows import LargeImage
 from cribo.features.memory.large import LabelledRows, label_rows
 from cribo.features.memory.memory import SegmentationMemory
@@ -34,10 +35,11 @@ class Tiles:
 
     Args:
         size: height and width in pixels.
+        pixel_size: size of a pixel, which is written if it is in micrometres.
     """
 
-    def __init__(self, size: tuple[int, int]) -> None:
-        self.size = size
+    def __init__(self, size: tuple[int, int], pixel_size: PixelSize | None = None) -> None:
+        self.size, self.pixel_size = size, pixel_size
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (removed with the object)
         self._lengths: list[int] = []
 
@@ -57,6 +59,10 @@ class Tiles:
         if palette is not None:
             colours = np.zeros((3, 256), np.uint16)
             colours[:, : len(palette)] = np.array(palette, np.uint16).T * 257
+        resolution: dict[str, Any] = {}
+        if self.pixel_size is not None and self.pixel_size.unit == MICROMETRES:
+            per_centimetre = 10_000 / self.pixel_size.width, 10_000 / self.pixel_size.height
+            resolution = {"resolution": per_centimetre, "resolutionunit": "CENTIMETER"}
         tifffile.imwrite(
             file,
             self._tiles(),
@@ -67,6 +73,7 @@ class Tiles:
             photometric="minisblack" if colours is None else "palette",
             colormap=colours,
             metadata=None,
+            **resolution,
         )
 
     def _tiles(self) -> Iterator[bytes]:
@@ -104,7 +111,7 @@ def label_large(memory: SegmentationMemory, image: LargeImage) -> LabelledLargeI
     Raises:
         UnreadableImage: pixels cannot be decoded.
     """
-    labels, confidence = Tiles(image.size), Tiles(image.size)
+    labels, confidence = (Tiles(image.size, image.pixel_size) for _ in range(2))
     counts, total = torch.zeros(IGNORE_INDEX + 1, dtype=torch.long), 0.0
     pictures, maps = [], []
     step = preview_step(image.size)
@@ -169,7 +176,7 @@ def read_reduced_image(image: LargeImage, step: int) -> UInt8[Tensor, "c h w"]:
     """
     height = image.size[0]
     with image.open() as read:
-        parts = [reduced(read(top, min(TILE, height - top)), step) for top in range(0, height, TILE)]
+        parts = [reduced(read(top, min(TILE, height - top)).pixels, step) for top in range(0, height, TILE)]
     return torch.cat(parts, dim=1)
 
 

@@ -141,7 +141,7 @@ def segment_images(
             memory.fit(progress)
             describe_memory(memory, console)
             results = _Results(job, images, memory, config, splitter)
-            results.require_coordinates(formats)
+            results.require_writable(formats)
             held.enter_context(
                 job.open(
                     results.identity(collection), command=command, share=str(config.share), changes=changes_between

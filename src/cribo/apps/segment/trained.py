@@ -82,7 +82,7 @@ def apply_segmenter(
     require_readable(images, config.images)
     labeller = SegmenterLabeller(segmenter, workers=config.workers)
     results = LabelResults(job, images, segmenter.classes, labeller.palette)
-    results.require_coordinates(formats)
+    results.require_writable(formats)
     results.uncalibrated = _UNCALIBRATED
     with segmenter_file(config.segmenter).open("rb") as content:
         sha256 = hashlib.file_digest(content, "sha256").hexdigest()

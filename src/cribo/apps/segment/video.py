@@ -115,7 +115,7 @@ def segment_video(
         "classes": videos.classes,
     }
     results = LabelResults(job, frames, videos.classes, videos.palette)
-    results.require_coordinates(formats)
+    results.require_writable(formats)
     results.uncalibrated = _UNCALIBRATED
     about_results = {
         "command": command,

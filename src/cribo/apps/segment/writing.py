@@ -1,5 +1,6 @@
 """Files of the results of segmentation: of each image, of other tools, and pictures."""
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,14 +46,15 @@ from cribo.apps.segment.targets import result_name
 from cribo.base.colours import Colour
 from cribo.base.console import Progress
 from cribo.base.drawing import write_figure
-from cribo.base.errors import DataError, UnreadableImage
+from cribo.base.errors import DataError, InputError, UnreadableImage
 from cribo.base.files import write_folder_whole, write_whole
 from cribo.base.job import Job
-from cribo.data.config import spread
+from cribo.data.config import DEFAULT_READING, Reading, spread
 from cribo.data.labelled.formats import LabelFormat
 from cribo.data.labelled.georeferenced import Georeference, read_georeference
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, Task, write_labels
-from cribo.data.reading import read_values
+from cribo.data.labelled.scaling import resized
+from cribo.data.reading import full_size, read_values
 from cribo.data.sources.collection import ImageCollection
 from cribo.data.sources.images import EncodedImages, ImageSource
 from cribo.data.windows import LargeImage
@@ -153,6 +155,7 @@ class LabelResults:
         self.earlier: dict[str, Record] = {}
         self.skipped: dict[str, str] = {}
         self.reused = 0
+        self._full_sizes: dict[str, tuple[int, int]] = {}
 
     @property
     def folder(self) -> Path:
@@ -231,11 +234,26 @@ class LabelResults:
             instance_counts(everything, self.classes, self.split),
         )
 
-    def require_coordinates(self, formats: Iterable[LabelFormat]) -> None:
-        """Raise DataError for an image without coordinates, if a format writes labels in those of a map."""
+    def require_writable(self, formats: Sequence[LabelFormat]) -> None:
+        """Check that labels of all images can be written in some formats.
+
+        Raises:
+            DataError: a format writes labels in the coordinates of a map, and an image has none.
+            InputError: a format writes labels at full resolution, at which an image has too many pixels.
+        """
         if any(each.on_map for each in formats):
             for name in self.names:
                 self._place(name)
+        enlarged = next((each for each in formats if not each.any_resolution), None)
+        for name in self.names if self._reading.pixel_size and formats else ():
+            with contextlib.suppress(UnreadableImage):  # skipped
+                height, width = self._full_size(name)
+                if enlarged is not None and height * width > self._reading.max_pixels:
+                    raise InputError(
+                        f"{enlarged.title} are written at full resolution, at which {name} has {width} x {height} "
+                        f"pixels, more than --max_pixels {self._reading.max_pixels}: use --write geojson, yolo, "
+                        "geotiff or geojson-wgs84, or raise the limit"
+                    )
 
     def write(self, labels_format: LabelFormat, tasks: Mapping[str, Task], progress: Progress) -> None:
         """Write all labels in a format of the table, to a file or a folder.
@@ -245,14 +263,17 @@ class LabelResults:
             tasks: what the tool of the examples' labels knows of images, by name.
             progress: progress callback.
         """
-        sizes = {name: record.size for name, record in self.records.items()}
+        sizes = {name: self._full_size(name) for name in self.records}
         done = itertools.count(1)
 
         def labels(name: str) -> UInt8[Tensor, "h w"]:
             progress(labels_format.written, next(done), len(sizes))
-            return self._split_labels(name)
+            return at_resolution(self._split_labels(name), name)
 
-        instances = None if self.splitter is None else self._instances
+        def at_resolution(values: Tensor, name: str) -> Tensor:
+            return values if labels_format.any_resolution else resized(values, sizes[name])
+
+        instances = None if self.splitter is None else lambda name: at_resolution(self._instances(name), name)
         labelling = Labelling(sizes, self.classes, labels, tasks, instances, self._place)
         path = self.folder / labels_format.written
         write, holes = labels_format.write, []
@@ -266,6 +287,19 @@ class LabelResults:
                 "%s cannot hold holes in regions: %d were filled; use --write coco or geojson for exact regions",
                 *(labels_format.title, sum(holes)),
             )
+
+    @property
+    def _reading(self) -> Reading:
+        return getattr(self.images, "reading", DEFAULT_READING)
+
+    def _full_size(self, name: str) -> tuple[int, int]:
+        """Return height and width of an image at full resolution."""
+        if not self._reading.pixel_size:
+            return self.records[name].size
+        if name not in self._full_sizes:
+            images = cast("ImageCollection", self.images)
+            self._full_sizes[name] = full_size(images.read(self.names[name]), reading=self._reading)
+        return self._full_sizes[name]
 
     def _place(self, name: str) -> Georeference:
         if not hasattr(self.images, "read"):

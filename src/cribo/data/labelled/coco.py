@@ -1,6 +1,7 @@
 """Annotation files in COCO's format: one reader and writer for all commands, and label maps drawn from the outlines."""
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +37,9 @@ from cribo.data.labelled.outlines import (
 )
 from cribo.data.labelled.regions import BOXES
 from cribo.data.labelled.run_lengths import decompressed, mask_of, require_counts
+from cribo.data.labelled.scaling import Scaling, scaling_of
 from cribo.data.labelled.segmentation import LabelledExamples
-from cribo.data.reading import image_size
+from cribo.data.reading import full_size
 from cribo.data.sources.images import FilesBelow, ImageFiles
 
 log = logging.getLogger("cribo")
@@ -201,7 +203,7 @@ class CocoFile:
         Raises:
             UnreadableImage: no size is listed, and the image file is broken.
         """
-        return self.sizes[index] or image_size(files.path(index))
+        return self.sizes[index] or full_size(files.path(index))
 
     def require_objects(self) -> None:
         """Log the number of crowds, and raise DataError if all annotations are crowds."""
@@ -306,22 +308,27 @@ class CocoLabels(LabelledExamples):
             UnreadableImage: the image file is broken.
             DataError: its size differs from the listed one.
         """
-        height, width = image_size(self.path(index), reading=self.reading)
-        require_size(self._coco.path, self.name(index), self._coco.sizes[index], (height, width))
+        scaling = scaling_of(self.path(index), self.reading)
+        require_size(self._coco.path, self.name(index), self._coco.sizes[index], scaling.full)
+        height, width = scaling.read
         labels = np.zeros((height, width), dtype=np.uint8)
-        boxes = tuple(outline for _, outline in self._outlines[index] if isinstance(outline, LabelledBox))
+        boxes = tuple(
+            outline._replace(corners=scaling.box(outline.corners))
+            for _, outline in self._outlines[index]
+            if isinstance(outline, LabelledBox)
+        )
         for box in boxes:
             if (place := box.clipped(height, width)) is not None:
                 labels[place[1] : place[3], place[0] : place[2]] = IGNORE_INDEX
         drawn = [
-            (annotation, *_drawn(outline, height, width))
+            (annotation, *_drawn(outline, scaling))
             for annotation, outline in self._outlines[index]
             if not isinstance(outline, LabelledBox)
         ]
         # Crowds first, then from the largest object to the smallest.
         drawn.sort(key=lambda each: (not each[0].crowd, -each[1]))
         for annotation, _, runs in drawn:
-            labels[_mask(runs, height, width)] = IGNORE_INDEX if annotation.crowd else self._label[annotation.category]
+            labels[_mask(runs, scaling)] = IGNORE_INDEX if annotation.crowd else self._label[annotation.category]
         return LabelMap(torch.from_numpy(labels), boxes=boxes)
 
     @property
@@ -386,19 +393,21 @@ def _counts(given: Mapping[str, Any], height: int, width: int) -> Int64[np.ndarr
     return found
 
 
-def _drawn(outline: Any, height: int, width: int) -> tuple[int, Any]:
-    """Return the area of an outline, and its run lengths for `_mask`."""
+def _drawn(outline: Any, scaling: Scaling) -> tuple[float, Any]:
+    """Return the area of an outline in pixels as read, and its run lengths for `_mask`."""
     if not isinstance(outline, list):
-        return int(outline[1::2].sum()), outline
+        return int(outline[1::2].sum()) * math.prod(scaling.factors), outline
     from faster_coco_eval.core import mask as coco
 
-    encoded = runs_of(outline, height, width)
+    encoded = runs_of([scaling.corners(ring) for ring in outline], *scaling.read)
     return int(coco.area(encoded)), encoded
 
 
-def _mask(runs: Any, height: int, width: int) -> Bool[np.ndarray, "h w"]:
-    """Return the pixels of run lengths, which go down the columns."""
-    return mask_of(runs, (height, width)) if isinstance(runs, np.ndarray) else pixels_of(runs, height, width)
+def _mask(runs: Any, scaling: Scaling) -> Bool[np.ndarray, "h w"]:
+    """Return the pixels of run lengths: counts of the full resolution, or a polygon as read."""
+    if isinstance(runs, np.ndarray):
+        return scaling.reduced(mask_of(runs, scaling.full))
+    return pixels_of(runs, *scaling.read)
 
 
 # ------------------------------------------------------------------------------------------------------------ files

@@ -68,6 +68,8 @@ class LabelFormat:
         written: name of that file or folder.
         per_image: whether each image has a file of its own.
         on_map: whether labels are written in the coordinates of a map, which the images must have.
+        any_resolution: whether labels of an image that is read at a pixel size are written as they are; otherwise, they
+            are enlarged to its full resolution.
     """
 
     title: str
@@ -78,6 +80,7 @@ class LabelFormat:
     written: str = ""
     per_image: bool = False
     on_map: bool = False
+    any_resolution: bool = False
 
 
 def _single(read: Callable[[Path, Path | None], LabelledExamples]) -> Reader:
@@ -108,6 +111,7 @@ LABEL_FORMATS = {
         _single(lambda file, images: RegionLabels(read_yolo(file), images)),
         write_yolo,
         "yolo",
+        any_resolution=True,
     ),
     "cvat": LabelFormat(
         "CVAT annotations",
@@ -142,6 +146,7 @@ LABEL_FORMATS = {
         write_geojson,
         "geojson",
         per_image=True,
+        any_resolution=True,
     ),
     "voc": LabelFormat(
         "boxes of Pascal VOC",
@@ -153,12 +158,16 @@ LABEL_FORMATS = {
         per_image=True,
     ),
     "geotiff": LabelFormat(
-        "GeoTIFF", (), lambda file: False, None, write_geotiff, "geotiff", per_image=True, on_map=True
+        *("GeoTIFF", (), lambda file: False, None, write_geotiff, "geotiff"),
+        per_image=True,
+        on_map=True,
+        any_resolution=True,
     ),
     "geojson-wgs84": LabelFormat(
         *("GeoJSON in degrees", (), lambda file: False, None, write_geojson_in_degrees, "geojson-wgs84"),
         per_image=True,
         on_map=True,
+        any_resolution=True,
     ),
     "maps": LabelFormat("label maps", (), lambda file: False, None),
 }

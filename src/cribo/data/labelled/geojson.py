@@ -8,6 +8,7 @@ from cribo.base.errors import DataError, InputError
 from cribo.base.files import read_json, write_text
 from cribo.data.labelled.label_maps import Labelling
 from cribo.data.labelled.regions import Region, RegionImage, RegionSet, corners, naming, polygon, things, trace
+from cribo.data.labelled.scaling import Scaling
 from cribo.data.labelled.writing import as_json, stems
 from cribo.data.reading import EXTENSIONS
 
@@ -99,24 +100,26 @@ def write_features(
     Args:
         folder: output folder.
         labelling: the labels.
-        placing: returns, by the name of an image, the function from the (column, row) of corners to coordinates.
+        placing: returns, by the name of an image, the function from the (column, row) of corners, at full resolution,
+            to coordinates.
 
     Returns:
         0, the number of holes that were lost.
     """
     named = things(labelling.classes)
     for name, stem in stems(labelling.sizes).items():
-        placed = placing(name)
+        placed, labels = placing(name), labelling.labels(name)
+        scaling = Scaling(labelling.sizes[name], (labels.shape[0], labels.shape[1]))
         features = [
             {
                 "type": "Feature",
                 "properties": {"objectType": "annotation", "classification": {"name": named[region.label]}},
                 "geometry": {
                     "type": "Polygon",
-                    "coordinates": [placed([*ring, ring[0]]) for ring in region.rings],
+                    "coordinates": [placed(scaling.ring_in_full([*ring, ring[0]])) for ring in region.rings],
                 },
             }
-            for region in trace(labelling.labels(name).numpy(), named, labelling.instances_of(name))
+            for region in trace(labels.numpy(), named, labelling.instances_of(name))
         ]
         path = folder / f"{stem}.geojson"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,8 @@ class Georeference(NamedTuple):
     """Where an image lies on the map.
 
     Attributes:
-        transform: rasterio's affine transform from (column, row) of a pixel's corner to coordinates.
+        transform: rasterio's affine transform from (column, row) of a pixel's corner, at full resolution, to
+            coordinates.
         system: rasterio's coordinate reference system.
     """
 
@@ -82,10 +83,14 @@ def write_geotiff(folder: Path, labelling: Labelling) -> int:
 
     for name, stem in stems(labelling.sizes).items():
         place, labels = labelling.place(name), labelling.labels(name).numpy()
+        (height, width), full = labels.shape, labelling.sizes[name]
+        across, down = full[1] / width, full[0] / height
+        a, b, c, d, e, f = place.transform[:6]
+        transform = rasterio.Affine(a * across, b * down, c, d * across, e * down, f)
         path = folder / f"{stem}.tif"
         path.parent.mkdir(parents=True, exist_ok=True)
-        shape = {"height": labels.shape[0], "width": labels.shape[1], "count": 1, "dtype": np.uint8}
-        about = {"crs": place.system, "transform": place.transform, "nodata": IGNORE_INDEX, "compress": "deflate"}
+        shape = {"height": height, "width": width, "count": 1, "dtype": np.uint8}
+        about = {"crs": place.system, "transform": transform, "nodata": IGNORE_INDEX, "compress": "deflate"}
         with rasterio.open(path, "w", driver="GTiff", **shape, **about) as file:
             file.write(labels, 1)
     return 0

@@ -103,11 +103,13 @@ class Labelling(NamedTuple):
     """Labels of many images, to be written to a file.
 
     Attributes:
-        sizes: height and width of each image by name.
+        sizes: height and width of each image by name, at full resolution.
         classes: names of the classes.
-        labels: returns the class of each pixel of an image by its name.
+        labels: returns the class of each pixel of an image by its name, at full resolution; for formats that hold
+            labels of any resolution (`LabelFormat.any_resolution`), at that at which the image was read.
         tasks: ids and splits by the name of an image, or by the last part of its name.
-        instances: returns the number of the instance of each pixel, 0 for none; None if no class has instances.
+        instances: returns the number of the instance of each pixel, 0 for none, at the resolution of the labels; None
+            if no class has instances.
         place: returns where an image lies on the map, a `Georeference`; only for formats with coordinates.
     """
 

@@ -13,7 +13,8 @@ from jaxtyping import UInt8
 from cribo.base.errors import DataError, InputError
 from cribo.base.files import read_json
 from cribo.data.labelled.coco import is_number
-from cribo.data.labelled.regions import Draw, Region, RegionImage, RegionSet, corners, ellipse, naming
+from cribo.data.labelled.regions import Draw, Mask, Region, RegionImage, RegionSet, corners, ellipse, naming
+from cribo.data.labelled.scaling import Scaling
 from cribo.data.reading import EXTENSIONS
 
 _UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # in front of the names of uploaded files
@@ -192,7 +193,12 @@ def _turned(x: float, y: float, w: float, h: float, degrees: float) -> list[tupl
 
 def _drawn(packed: object) -> Draw:
     """Return the function that draws brush strokes: pixels that are not transparent."""
-    return lambda height, width: decoded(packed, 4 * height * width).reshape(height, width, 4)[..., 3] > 0
+
+    def draw(scaling: Scaling) -> Mask:
+        height, width = scaling.full
+        return scaling.reduced(decoded(packed, 4 * height * width).reshape(height, width, 4)[..., 3] > 0)
+
+    return draw
 
 
 # ------------------------------------------------------------------------------------------------------ brush strokes

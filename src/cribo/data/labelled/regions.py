@@ -27,15 +27,15 @@ from cribo.data.labelled.outlines import (
     require_size,
     runs_of,
 )
+from cribo.data.labelled.scaling import Scaling, scaling_of
 from cribo.data.labelled.segmentation import LabelledExamples
-from cribo.data.reading import image_size
 from cribo.data.sources.images import FilesBelow
 
 log = logging.getLogger("cribo")
 
 Mask = Bool[np.ndarray, "h w"]
-Draw = Callable[[int, int], Mask]
-"""Draws a region in an image of this height and width."""
+Draw = Callable[[Scaling], Mask]
+"""Draws a region, whose coordinates are those of the full resolution, in an image as it is read."""
 
 _BACKGROUNDS = (BACKGROUND, "_background_", "__background__")
 _IGNORED = ("__ignore__", "ignore")
@@ -190,8 +190,8 @@ class RegionLabels(LabelledExamples):
 
     def _draw(self, index: int) -> Drawn:
         """Draw the regions of an image."""
-        size = image_size(self.path(index), reading=self.reading)
-        return draw_regions(self._set.images[index], size, self._label, name=self.name(index))
+        scaling = scaling_of(self.path(index), self.reading)
+        return draw_regions(self._set.images[index], scaling, self._label, name=self.name(index))
 
     def require_images(self) -> None:
         """Draw all regions once, to find faults before any work; say what is skipped, and where labels overlap.
@@ -230,14 +230,12 @@ class RegionLabels(LabelledExamples):
             )
 
 
-def draw_regions(
-    image: RegionImage, size: tuple[int, int], labels: Mapping[str, int], *, name: str, rest: int = 0
-) -> Drawn:
+def draw_regions(image: RegionImage, scaling: Scaling, labels: Mapping[str, int], *, name: str, rest: int = 0) -> Drawn:
     """Draw the regions of an image as a label map.
 
     Args:
         image: the regions.
-        size: height and width of the image file.
+        scaling: sizes of the image file.
         labels: class of each name; 255 for pixels without a class.
         name: of the image, in messages.
         rest: class of pixels outside all regions, unless there are only points: the background, or 255 for none.
@@ -245,8 +243,8 @@ def draw_regions(
     Raises:
         DataError: the listed size is another one, or a region is invalid.
     """
-    height, width = size
-    require_size(image.source, name, image.size, size)
+    require_size(image.source, name, image.size, scaling.full)
+    height, width = size = scaling.read
     points = [region for region in image.regions if region.points]
     # Points do not show where objects end.
     empty = IGNORE_INDEX if points and len(points) == len(image.regions) else rest
@@ -256,7 +254,7 @@ def draw_regions(
     for region in image.regions:
         if region.box is None:
             continue
-        box = LabelledBox(labels[region.label], region.box, rest=rest)
+        box = LabelledBox(labels[region.label], scaling.box(region.box), rest=rest)
         if (place := box.clipped(height, width)) is None:
             outside.append(region.name)
             continue
@@ -266,16 +264,17 @@ def draw_regions(
         if region.draw is None:
             continue
         with naming(image.source, f"{region.name or region.label} of {name}"):
-            mask = region.draw(height, width)
+            mask = region.draw(scaling)
         label = labels[region.label]
         several |= mask & taken & (drawn != label)
         drawn[mask], taken = label, taken | mask
     radius = max(1.0, _POINT * min(height, width))
     for region in points:
-        within = [(x, y) for x, y in region.points if 0 <= x <= width and 0 <= y <= height]
+        places = scaling.corners(np.array(region.points)).tolist()
+        within = [(x, y) for x, y in places if 0 <= x <= width and 0 <= y <= height]
         outside += [] if within else [region.name]
         for x, y in within:
-            drawn[ellipse(x, y, radius, radius)(height, width)] = labels[region.label]
+            drawn[ellipse(x, y, radius, radius)(Scaling.unscaled(size))] = labels[region.label]
     return Drawn(LabelMap(torch.from_numpy(drawn), boxes=tuple(boxes)), int(several.sum()), outside)
 
 
@@ -325,8 +324,8 @@ def _find_images(found: RegionSet, folders: Iterable[Path]) -> tuple[Path, list[
 def polygon(*rings: Sequence[tuple[float, float]]) -> Draw:
     """Return the function that draws a polygon: its outer ring, then its holes."""
 
-    def draw(height: int, width: int) -> Mask:
-        outer, *holes = (_filled(ring, height, width) for ring in rings)
+    def draw(scaling: Scaling) -> Mask:
+        outer, *holes = (_filled(ring, scaling) for ring in rings)
         for hole in holes:
             outer &= ~hole
         return outer
@@ -337,8 +336,10 @@ def polygon(*rings: Sequence[tuple[float, float]]) -> Draw:
 def ellipse(x: float, y: float, rx: float, ry: float, degrees: float = 0.0) -> Draw:
     """Return the function that draws an ellipse around (x, y), rotated clockwise."""
 
-    def draw(height: int, width: int) -> Mask:
+    def draw(scaling: Scaling) -> Mask:
+        (height, width), (vertical, horizontal) = scaling.read, scaling.factors
         rows, columns = np.mgrid[:height, :width] + 0.5
+        rows, columns = rows / vertical, columns / horizontal
         cos, sin = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
         across, down = columns - x, rows - y
         return ((across * cos + down * sin) / rx) ** 2 + ((down * cos - across * sin) / ry) ** 2 <= 1
@@ -350,13 +351,15 @@ def part(decode: Callable[[], Mask], left: int, top: int, size: tuple[int, int])
     """Return the function that draws a mask of a part of the image, which is decoded if it lies inside the image."""
     h, w = size
 
-    def draw(height: int, width: int) -> Mask:
-        whole = np.zeros((height, width), dtype=bool)
+    def draw(scaling: Scaling) -> Mask:
+        (height, width), whole = scaling.full, np.zeros(scaling.read, dtype=bool)
         if left < 0 or top < 0 or h < 1 or w < 1 or left + w > width or top + h > height:
             raise InputError(
                 f"its mask of {w} x {h} pixels at ({left}, {top}) must lie inside the image of {width} x {height}"
             )
-        whole[top : top + h, left : left + w] = decode()
+        mask, rows, columns = decode(), scaling.nearest(0) - top, scaling.nearest(1) - left
+        down, across = (rows >= 0) & (rows < h), (columns >= 0) & (columns < w)
+        whole[np.ix_(down, across)] = mask[np.ix_(rows[down], columns[across])]
         return whole
 
     return draw
@@ -379,10 +382,10 @@ def corners(values: object, what: str = "a polygon") -> list[tuple[float, float]
     return [(float(x), float(y)) for x, y in found]
 
 
-def _filled(ring: Sequence[tuple[float, float]], height: int, width: int) -> Mask:
+def _filled(ring: Sequence[tuple[float, float]], scaling: Scaling) -> Mask:
     points = np.asarray(ring, dtype=np.float64)
-    check_outline([points], height, width)
-    return pixels_of(runs_of([points], height, width), height, width)
+    check_outline([points], *scaling.full)
+    return pixels_of(runs_of([scaling.corners(points)], *scaling.read), *scaling.read)
 
 
 # ------------------------------------------------------------------------------------------- regions of label maps

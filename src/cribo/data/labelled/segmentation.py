@@ -33,6 +33,7 @@ from cribo.data.labelled.label_maps import (
     read_classes,
     unlisted_colours,
 )
+from cribo.data.labelled.scaling import resized, scaling_of
 from cribo.data.reading import EXTENSIONS, IMAGE_KINDS, image_size, read_values, stored_page
 from cribo.data.sources.images import (
     ImageFiles,
@@ -226,15 +227,21 @@ class LabelledFiles(LabelledExamples):
     def label_map(self, index: int) -> LabelMap:
         """Return the class of each pixel, and the colours of a palette PNG.
 
-        Raises UnreadableImage for a broken file; DataError if the map does not have the size of the image, contains
-        colours that `coding` does not give, or a value that is neither a class nor ignored.
+        The map has the size of the image as read or, with `Reading.pixel_size`, at full resolution; then, it is
+        resized by nearest neighbour.
+
+        Raises UnreadableImage for a broken file; DataError if the map has another size, contains colours that `coding`
+        does not give, or a value that is neither a class nor ignored.
         """
         path = self.label_path(index)
         image = read_values(path, reading=self.reading)
-        self.require_size(index, (image.height, image.width), f"{path}: labels")
+        size, scaling = (image.height, image.width), scaling_of(self.path(index), self.reading)
+        if size != scaling.full:
+            self.require_size(index, size, f"{path}: labels")
         if isinstance(self.coding, LabelValues) and not self._is_published and has_colours(image):
             raise unlisted_colours(path, open_some(self._label_paths()))
-        return self.coding.read(image, path)
+        found = self.coding.read(image, path)
+        return found._replace(labels=resized(found.labels, scaling.read))
 
 
 class LabelledFolder(LabelledFiles):

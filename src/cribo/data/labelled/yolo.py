@@ -12,7 +12,7 @@ from cribo.base.files import parse_yaml, read_lines, read_text, require, write_t
 from cribo.data.labelled.label_maps import CLASSES_FILE, Labelling, read_classes
 from cribo.data.labelled.regions import Region, RegionImage, RegionSet, things, trace
 from cribo.data.labelled.writing import stems
-from cribo.data.reading import EXTENSIONS, image_size
+from cribo.data.reading import EXTENSIONS, full_size
 from cribo.data.sources.images import list_files
 
 DATA = "data.yaml"
@@ -56,7 +56,7 @@ def read_yolo(source: Path) -> RegionSet:
                 if labels is None:
                     found.unlabelled.append(RegionImage(files, None, [], source, split=split))
                     continue
-                size = image_size(image)
+                size = full_size(image)
                 regions = _read(labels, names, size, found)
                 found.images.append(RegionImage(files, size, regions, labels, split=split))
     return found
@@ -143,9 +143,9 @@ def write_yolo(folder: Path, labelling: Labelling) -> int:
     named, holes = things(labelling.classes), 0
     numbers = {label: number for number, label in enumerate(named)}
     for name, stem in stems(labelling.sizes).items():
-        height, width = labelling.sizes[name]
         lines = []
         labels = labelling.labels(name).numpy()
+        height, width = labels.shape
         for region in trace(labels, named, labelling.instances_of(name)):
             # Regions in holes are written later, and drawn on top.
             holes += region.holes_of(labels, named) if region.has_holes else 0

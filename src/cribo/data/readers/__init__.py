@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from cribo.base.errors import InputError
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from jaxtyping import Bool, Real, UInt8
     from PIL import Image
+
+    from cribo.data.readers.scale import PixelSize
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class ImageKind:
             required for files of several pages.
         packages: import names of the optional packages of the reader.
         extra: extra of cribo that installs them.
-        has_windows: whether parts of an image can be decoded, by `open_windows` of the reader.
+        has_windows: whether parts of an image can be decoded, by `open_windows` of the reader; only then, it can be
+            read at a pixel size.
+        on_disk: whether the reader needs a file on disk, because the image may consist of several files.
     """
 
     name: str
@@ -48,6 +52,7 @@ class ImageKind:
     packages: tuple[str, ...] = ()
     extra: str = ""
     has_windows: bool = False
+    on_disk: bool = False
 
 
 class Picture(ABC):
@@ -55,7 +60,8 @@ class Picture(ABC):
 
     Attributes:
         kind: its row in the table of image kinds.
-        header_size: height and width in the header, in which the image may lie on its side.
+        header_size: height and width in the header, in which the image may lie on its side; at `Reading.pixel_size`
+            if it is given.
     """
 
     def __init__(self, kind: ImageKind, header_size: tuple[int, int]) -> None:
@@ -112,18 +118,39 @@ class Picture(ABC):
         raise InputError(f"values of pixels are not read from {self.kind.name} files: save them as PNG")
 
 
+class Window(NamedTuple):
+    """A part of an image.
+
+    Attributes:
+        pixels: its pixels.
+        valid: which of them have data (`Picture.valid`); None if all have.
+    """
+
+    pixels: UInt8[np.ndarray, "h w c"]
+    valid: Bool[np.ndarray, "h w"] | None = None
+
+
 class WindowedPicture(Picture):
-    """An open image of which windows can be decoded."""
+    """An open image of which windows can be decoded, and which can be read at a pixel size."""
 
     @property
     @abstractmethod
     def unit_pixels(self) -> int:
         """Number of pixels of the largest unit of the file that is decoded at once, such as a tile."""
 
+    @property
     @abstractmethod
-    def window(self, top: int, left: int, height: int, width: int) -> UInt8[np.ndarray, "height width c"]:
-        """Decode a window that lies within the upright image, as `pixels` does.
+    def pixel_size(self) -> PixelSize | None:
+        """Size of the pixels as the image is read; None if the file does not state it."""
+
+    @abstractmethod
+    def window(self, top: int, left: int, height: int, width: int) -> Window:
+        """Decode a window that lies within the upright image, as `pixels` and `valid` do.
 
         Raises:
             InputError: the range of its values is unknown, or the orientation is not upright.
         """
+
+    def unscaled_window(self, top: int, left: int, height: int, width: int) -> Real[np.ndarray, "n c"] | None:
+        """Decode the values of a window, without those of no data, if nothing states black and white of them."""
+        return None

@@ -72,17 +72,8 @@ class _PillowPicture(Picture):
         require_one_picture(self._image)
 
     def pixels(self) -> UInt8[np.ndarray, "h w c"]:
-        reading = self._reading
-        if reading.page:
-            raise InputError(f"{self.kind.name} images have one page, 0, got --page {reading.page}")
-        if reading.range is not None and len(reading.range) > 2:
-            raise InputError(f"a range for each channel is for TIFF, not {self.kind.name}: give one --range LOW,HIGH")
-        pixels = upright_rgb(self._image, reading)
-        if (channels := reading.channel_numbers) is None:
-            return pixels
-        if max(channels) > 2:
-            raise InputError(f"it has the channels 0 to 2, got --channels with {max(channels)}")
-        return np.ascontiguousarray(pixels[..., list(channels if len(channels) > 1 else 3 * channels)])
+        require_plain(self.kind, self._reading)
+        return chosen_channels(upright_rgb(self._image, self._reading), self._reading)
 
     def unscaled(self) -> Real[np.ndarray, "h w 1"] | None:
         samples = samples_of(self._image)
@@ -124,6 +115,31 @@ class _PillowPicture(Picture):
     def values(self) -> Image.Image:
         self._image.load()
         return self._image
+
+
+def require_plain(kind: ImageKind, reading: Reading) -> None:
+    """Check the reading options for an image of one page and RGB.
+
+    Raises:
+        InputError: another page, or a range for each channel.
+    """
+    if reading.page:
+        raise InputError(f"{kind.name} images have one page, 0, got --page {reading.page}")
+    if reading.range is not None and len(reading.range) > 2:
+        raise InputError(f"a range for each channel is for TIFF, not {kind.name}: give one --range LOW,HIGH")
+
+
+def chosen_channels(pixels: UInt8[np.ndarray, "h w 3"], reading: Reading) -> UInt8[np.ndarray, "h w c"]:
+    """Return the channels of `Reading.channels` of RGB.
+
+    Raises:
+        InputError: a channel does not exist.
+    """
+    if (channels := reading.channel_numbers) is None:
+        return pixels
+    if max(channels) > 2:
+        raise InputError(f"it has the channels 0 to 2, got --channels with {max(channels)}")
+    return np.ascontiguousarray(pixels[..., list(channels if len(channels) > 1 else 3 * channels)])
 
 
 def upright_rgb(image: Image.Image, reading: Reading = DEFAULT_READING) -> UInt8[np.ndarray, "h w 3"]:

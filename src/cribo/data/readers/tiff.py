@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,8 +19,10 @@ from cribo.base.packages import require_packages
 from cribo.base.wording import counted
 from cribo.data.channels import FULL, Samples, grey_to_8_bits, has_data, require_bright, scaled
 from cribo.data.config import Reading
-from cribo.data.readers import ImageKind, Picture, WindowedPicture, pillow
+from cribo.data.readers import ImageKind, Picture, Window, WindowedPicture, pillow
 from cribo.data.readers.headers import nodata_of_tiff, samples_of_tiff
+from cribo.data.readers.scale import PixelSize, Scale
+from cribo.data.readers.tiff_scale import pixel_size_of_tiff
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Num, UInt8
@@ -41,12 +43,12 @@ def open_picture(file: BinaryIO, name: str, kind: ImageKind, reading: Reading) -
     """Open a TIFF file.
 
     Raises:
-        InputError: the header is damaged, or the channels or the page do not exist.
+        InputError: the header is damaged, or the channels, the page or the pixel size do not exist.
         MissingPackage: its compression requires imagecodecs.
         TooManyPixels: Pillow refuses the number of pixels.
     """
     reason, is_readable = None, False
-    if reading.channels is None and reading.page is None:
+    if reading.channels is None and reading.page is None and not reading.pixel_size:
         try:
             with pillow.open_picture(file, name, kind, reading) as picture:
                 picture.require_whole()
@@ -72,7 +74,7 @@ def open_windows(file: BinaryIO, name: str, kind: ImageKind, reading: Reading) -
     """Open a TIFF file to decode windows of it, whose tiles or strips are decoded by tifffile.
 
     Raises:
-        InputError: the header is damaged, or the channels or the page do not exist.
+        InputError: the header is damaged, or the channels, the page or the pixel size do not exist.
         MissingPackage: its compression requires imagecodecs.
     """
     with tifffile.TiffFile(file, name=name) as tiff:
@@ -93,14 +95,20 @@ class _TiffPicture(WindowedPicture):
 
     def __init__(self, kind: ImageKind, tiff: tifffile.TiffFile, reading: Reading, name: str) -> None:
         self._tiff, self._reading, self._name = tiff, reading, name
-        self._series: Any = tiff.series[0]
+        whole: Any = tiff.series[0]
+        if not {"Y", "X"} <= set(whole.axes):
+            raise InputError(f"no picture: its axes are {whole.axes or 'none'}")
+        self._first: Any = whole.keyframe  # whose tags hold for all levels
+        levels = [level for level in whole.levels if (level.axes, level.dtype) == (whole.axes, whole.dtype)]
+        sizes = [tuple(level.shape[whole.axes.index(axis)] for axis in "YX") for level in levels]
+        self._stated = pixel_size_of_tiff(tiff, self._tags)
+        self._whole_size, self._scale = sizes[0], Scale.of(sizes, self._stated, reading)
+        self._series: Any = levels[self._scale.level]
         self._page: Any = self._series.keyframe
-        shape, axes = self._series.shape, self._series.axes
-        if not {"Y", "X"} <= set(axes):
-            raise InputError(f"no picture: its axes are {axes or 'none'}")
-        self._sizes = dict(zip(axes, shape, strict=True))
+        axes = whole.axes
+        self._sizes = dict(zip(axes, self._series.shape, strict=True))
         self._leading = axes[: len(axes) - len(self._page.axes)]  # axes along which pages are stored
-        super().__init__(kind, (self._sizes["Y"], self._sizes["X"]))
+        super().__init__(kind, self._scale.size)
 
     @property
     def _of_pages(self) -> str:
@@ -166,7 +174,11 @@ class _TiffPicture(WindowedPicture):
             return page.imagewidth
         return page.tilelength * page.tilewidth if page.is_tiled else page.rowsperstrip * page.imagewidth
 
-    def window(self, top: int, left: int, height: int, width: int) -> UInt8[np.ndarray, "height width c"]:
+    @property
+    def pixel_size(self) -> PixelSize | None:
+        return None if self._stated is None else self._stated.of(self._whole_size, self._scale.size)
+
+    def window(self, top: int, left: int, height: int, width: int) -> Window:
         if self._orientation != 1:
             raise InputError("its orientation is not upright, so windows of it cannot be read: rotate and save it")
         shared, samples = None, self._samples
@@ -177,9 +189,17 @@ class _TiffPicture(WindowedPicture):
                     "it with --range LOW,HIGH"
                 )
             shared = samples.low, samples.high
-        rows, columns = slice(top, top + height), slice(left, left + width)
-        values, opacity = self._chosen(self._decoded(rows, columns))
-        return self._in_colour(values, opacity, shared)
+        values, opacity = self._chosen(self._decoded(slice(top, top + height), slice(left, left + width)))
+        return Window(self._in_colour(values, opacity, shared), self._valid(values))
+
+    def unscaled_window(self, top: int, left: int, height: int, width: int) -> Num[np.ndarray, "n c"] | None:
+        if self._page.dtype in (np.bool_, np.uint8):
+            return None
+        values, _ = self._chosen(self._decoded(slice(top, top + height), slice(left, left + width)))
+        valid, samples = self._valid(values), self._samples
+        if samples.high is not None and values.max() <= samples.high:
+            return None
+        return values.reshape(-1, values.shape[-1]) if valid is None else values[valid]
 
     def _chosen(
         self, values: Num[np.ndarray, "h w c"]
@@ -210,10 +230,15 @@ class _TiffPicture(WindowedPicture):
         return pixels
 
     def valid(self) -> Bool[np.ndarray, "h w"] | None:
-        nodata = nodata_of_tiff(self._tags)
-        if nodata is None and self._page.dtype.kind != "f":
+        if self._nodata is None and self._page.dtype.kind != "f":
             return None
-        return pillow.upright(has_data(self._chosen(self._decoded())[0], nodata), self._orientation)
+        found = self._valid(self._chosen(self._decoded())[0])
+        return None if found is None else pillow.upright(found, self._orientation)
+
+    def _valid(self, values: Num[np.ndarray, "h w k"]) -> Bool[np.ndarray, "h w"] | None:
+        """Return which pixels have data in a chosen channel; None if values of no data are impossible."""
+        is_possible = self._nodata is not None or values.dtype.kind == "f"
+        return has_data(values, self._nodata) if is_possible else None
 
     def unscaled(self) -> Num[np.ndarray, "h w c"] | None:
         samples = self._samples
@@ -224,8 +249,17 @@ class _TiffPicture(WindowedPicture):
             return None
         return pillow.upright(values, self._orientation)
 
-    def _decoded(self, rows: slice = slice(None), columns: slice = slice(None)) -> Num[np.ndarray, "h w c"]:
-        """Decode all channels of the page, or of a window of it."""
+    def _decoded(self, rows: slice | None = None, columns: slice | None = None) -> Num[np.ndarray, "h w c"]:
+        """Decode all channels of the page, or of a window of it, at the size at which the image is read."""
+        height, width = self.header_size
+        if rows is None or columns is None:
+            if self._scale.stored == self._scale.size:
+                return self._of_level(slice(None), slice(None))
+            rows, columns = slice(0, height), slice(0, width)
+        return self._scale.read(self._of_level, rows, columns, self._nodata)
+
+    def _of_level(self, rows: slice, columns: slice) -> Num[np.ndarray, "h w c"]:
+        """Decode all channels of the level that is read, or of a window of it."""
         chosen = np.unravel_index(self._reading.page or 0, [self._sizes[axis] for axis in self._of_pages] or [1])
         place = dict(zip(self._of_pages, chosen, strict=False))
         counts = [self._sizes[axis] for axis in self._leading]
@@ -305,14 +339,14 @@ class _TiffPicture(WindowedPicture):
 
     @property
     def _has_opacity(self) -> bool:
-        extra = self._page.tags.get(_EXTRA_SAMPLES)
+        extra = self._first.tags.get(_EXTRA_SAMPLES)
         kinds = () if extra is None else extra.value
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         return len(kinds) == 1 and int(kinds[0]) in _OPACITY
 
     @property
     def _orientation(self) -> int:
-        tag = self._page.tags.get(_ORIENTATION)
+        tag = self._first.tags.get(_ORIENTATION)
         found = 1 if tag is None else int(tag.value)
         return found if found in pillow.ORIENTATIONS else 1
 
@@ -342,8 +376,12 @@ class _TiffPicture(WindowedPicture):
         return samples_of_tiff(self._tags)
 
     @property
+    def _nodata(self) -> float | None:
+        return nodata_of_tiff(self._tags)
+
+    @cached_property
     def _tags(self) -> dict[int, Any]:
-        return {tag.code: tag.value for tag in self._page.tags}
+        return {tag.code: tag.value for tag in self._first.tags}
 
 
 def _whole(content: bytes, size: int) -> bytes:

@@ -262,8 +262,10 @@ class ImageFiles(EncodedImages):
         """Raise DataError if `what`, such as a label map, does not have the (height, width) of an image."""
         height, width = image_size(self.path(index), reading=self.reading)
         if size != (height, width):
+            scaled = f" at --pixel_size {self.reading.pixel_size:g}" if self.reading.pixel_size else ""
             raise DataError(
-                f"{what} must have the size of image {self.name(index)}, {width} x {height}, got {size[1]} x {size[0]}"
+                f"{what} must have the size of image {self.name(index)}{scaled}, {width} x {height}, got {size[1]} x "
+                f"{size[0]}"
             )
 
     def load_reduced(self, index: int, reduction: Callable[[int, int], int]) -> tuple[UInt8[Tensor, "c h w"], int]:

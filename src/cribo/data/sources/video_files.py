@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cribo.base.errors import DataError, TooManyPixels, UnreadableImage
+from cribo.base.errors import DataError, InputError, TooManyPixels, UnreadableImage
 from cribo.base.packages import require_packages
 from cribo.base.wording import counted
 from cribo.data.config import DEFAULT_READING, Reading
@@ -41,12 +41,18 @@ class VideoFiles:
 
     Raises:
         DataError: a file has no video stream, or its header cannot be read.
+        InputError: a pixel size is given, since video files state none.
         MissingPackage: PyAV is not installed.
     """
 
     def __init__(
         self, folder: str | os.PathLike[str], names: Iterable[str], *, reading: Reading = DEFAULT_READING
     ) -> None:
+        if reading.pixel_size:
+            raise InputError(
+                f"video files state no pixel size, which --pixel_size {reading.pixel_size:g} requires: give "
+                "--pixel_size 0"
+            )
         require_packages("reading video files", "av", extra="video")
         self.folder, self.reading = os.fspath(folder), reading
         self.names = PackedNames(names)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cribo.base.errors import FolderError
+from cribo.base.errors import DataError, FolderError
 from cribo.base.job import require_writable
 from cribo.data.labelled.outlines import BACKGROUND
 from cribo.explorer.serving.memory_file import MemoryFile
@@ -30,12 +30,13 @@ class GrowingMemory(MemoryFile):
 
     Raises:
         FolderError: the file cannot be written.
-        DataError: the file is damaged, is not a memory, or was created with another backbone.
+        DataError: the file is damaged, is not a memory, was created with another backbone, or reads images at a pixel
+            size, while regions are labelled at full resolution.
         errors of `open_network`.
     """
 
     def __init__(self, file: Path, backbone: BackboneSource, *, batch_size: int = 8, device: str | None = None) -> None:
-        self._new_settings = completed_for(backbone, SegmentationSettings())
+        self._new_settings = completed_for(backbone, SegmentationSettings()).full_resolution
         self._is_new = not file.expanduser().exists()
         super().__init__(file, backbone, batch_size=batch_size, device=device)
 
@@ -71,5 +72,10 @@ class GrowingMemory(MemoryFile):
                 self._network, classes=[BACKGROUND], settings=self._new_settings, batch_size=self._batch_size
             )
         memory = super()._load()
+        if memory.settings.pixel_size:
+            raise DataError(
+                f"the memory {self.file} reads images at --pixel_size {memory.settings.pixel_size:g}, but regions of "
+                "Label Studio are at full resolution: give another --memory, created without it"
+            )
         self._is_new = False
         return memory

@@ -24,8 +24,8 @@ class LabelledRows(NamedTuple):
 
     Attributes:
         image: their pixels.
-        labels: class of each pixel; 255 where the confidence is below `min_confidence`.
-        confidence: probability of the class, 0 to 1.
+        labels: class of each pixel; 255 where the confidence is below `min_confidence`, and for pixels without data.
+        confidence: probability of the class, 0 to 1; 0 for pixels without data.
     """
 
     image: UInt8[Tensor, "c h w"]
@@ -68,7 +68,7 @@ def label_rows(memory: SegmentationMemory, image: LargeImage) -> Iterator[Labell
     tops, rows = windows.tops, windows.grid[0]
     votes = _Votes(memory, windows)
     done = 0
-    for number, (top, pixels) in enumerate(read_bands(image, windows, above=2 * margin)):
+    for number, (top, (pixels, valid)) in enumerate(read_bands(image, windows, above=2 * margin)):
         first = max(0, top - 2 * margin)
         votes.add(top, pixels[:, (top - first) * windows.patch :])
         end = rows if number + 1 == len(tops) else tops[number + 1] - margin
@@ -81,6 +81,9 @@ def label_rows(memory: SegmentationMemory, image: LargeImage) -> Iterator[Labell
         height = min(end * windows.patch, image.size[0]) - done * windows.patch
         labels, confidence = (values[within][:height, : image.size[1]] for values in found)
         labels = labels.masked_fill(confidence < memory.settings.min_confidence, IGNORE_INDEX)
+        if valid is not None:
+            known = valid[(done - first) * windows.patch :][:height]
+            labels, confidence = labels.masked_fill(~known, IGNORE_INDEX), confidence * known
         yield LabelledRows(band[:, within][:, :height, : image.size[1]], labels, confidence)
         done = end
         votes.drop(done - margin)

@@ -32,6 +32,7 @@ from tests.explorer.serving.test_routes import bomb
 
 from cribo.data.labelled.label_studio import read_annotation
 from cribo.data.labelled.regions import RegionSet, draw_regions
+from cribo.data.labelled.scaling import Scaling
 from cribo.explorer.serving.label_studio.host import Host
 from cribo.features import BackboneSource
 from cribo.features.memory import SegmentationMemory
@@ -77,7 +78,7 @@ def names(running: Running) -> list[str]:
 def drawn(found: dict[str, Any], labels: dict[str, int], size: tuple[int, int] = (48, 64)) -> torch.Tensor:
     """Draw the regions of a prediction."""
     regions = read_annotation(found, RegionSet(Path("prediction"), [], []), names=("a.png",))
-    return draw_regions(regions, size, labels, name="a.png").map.labels
+    return draw_regions(regions, Scaling.unscaled(size), labels, name="a.png").map.labels
 
 
 @pytest.mark.parametrize("types", [("brushlabels",), ("polygonlabels", "brushlabels", "rectanglelabels")])

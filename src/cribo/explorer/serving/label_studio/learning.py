@@ -17,6 +17,7 @@ from cribo.data.labelled.inputs import DecodedImage, Example
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.labelled.label_studio import file_names, read_annotation
 from cribo.data.labelled.regions import RegionSet, draw_regions, is_background, is_ignored
+from cribo.data.labelled.scaling import Scaling
 from cribo.explorer.access import Denied
 from cribo.explorer.serving.growing import Change, GrowingMemory
 from cribo.explorer.serving.label_studio.host import Host
@@ -242,7 +243,7 @@ def learn(memory: SegmentationMemory, *, annotation: Annotation, image: DecodedI
     labels |= {label: IGNORE_INDEX for label in drawn if label not in labels}
     rest = next((place for place, each in enumerate(memory.classes) if is_background(each)), IGNORE_INDEX)
     size = image.pixels.shape[1], image.pixels.shape[2]
-    label_map = draw_regions(regions, size, labels, name=annotation.file, rest=rest).map
+    label_map = draw_regions(regions, Scaling.unscaled(size), labels, name=annotation.file, rest=rest).map
     name = f"{annotation.file} (task {annotation.task}, annotation {annotation.id} of {host})"
     changed = memory.extend([Example(image, label_map, name)]) > 0
     if changed:
