@@ -55,6 +55,11 @@ class Plane:
         return shape[: -1 if self.is_rgb else None][1 if self.has_channels else 0 :]
 
     @property
+    def title(self) -> str:
+        """Name of the layer, and the index of the plane in a stack."""
+        return f"{self.name}, plane {', '.join(map(str, self.index))}" if self.index else self.name
+
+    @property
     def channels(self) -> int | None:
         """Number of channels; None for grey and RGB images."""
         return int(self.data.shape[0]) if self.has_channels else None

@@ -1,6 +1,5 @@
 """Labelling of planes by strokes: a backbone that stays loaded, and a memory of all strokes."""
 
-import dataclasses
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +111,7 @@ class Session:
         _check(strokes, memory.classes, self.memory_file)
         memory.extend(
             [
-                Example(plane.in_8_bits(memory.settings), np.where(drawn == 0, IGNORE_INDEX, drawn - 1), _name(plane))
+                Example(plane.in_8_bits(memory.settings), np.where(drawn == 0, IGNORE_INDEX, drawn - 1), plane.title)
                 for plane, drawn in strokes
             ]
         )
@@ -154,9 +153,7 @@ class Session:
             raise InputError(f"{path} exists and is not replaced: choose another name")
         self.memory.save(path)
 
-    def _opened(
-        self, strokes: Sequence[Strokes], planes: Sequence[Plane], names: Sequence[str]
-    ) -> SegmentationMemory:
+    def _opened(self, strokes: Sequence[Strokes], planes: Sequence[Plane], names: Sequence[str]) -> SegmentationMemory:
         """Return the memory of the file, or an empty one for images like the painted ones."""
         if self.memory_file is not None:
             # Its settings are read first: they determine the channels of the network.
@@ -185,9 +182,7 @@ class Session:
             self._networks[count] = SharedNetwork(encoder, probed=encoder).probed, about
         return self._networks[count]
 
-    def _suggestion(
-        self, strokes: Sequence[Strokes], found: Sequence[tuple[Plane, Segmentation]]
-    ) -> Suggestion | None:
+    def _suggestion(self, strokes: Sequence[Strokes], found: Sequence[tuple[Plane, Segmentation]]) -> Suggestion | None:
         """Return the least certain place of the image to paint next: one without strokes, if there is one."""
         assert self.memory is not None
         memory = self.memory
@@ -235,7 +230,3 @@ def _check(strokes: Sequence[Strokes], classes: Sequence[str], memory_file: Path
                 f"{plane.name}: labels must be 1 to {len(classes)} ({', '.join(classes)}"
                 f"{'' if memory_file is None else f', the classes of {memory_file.name}'}), got {wrong}"
             )
-
-
-def _name(plane: Plane) -> str:
-    return f"{plane.name}{list(plane.index)}" if plane.index else plane.name
