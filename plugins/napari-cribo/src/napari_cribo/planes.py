@@ -94,8 +94,8 @@ class Plane:
         if self.is_deep:
             if reading.range is None:
                 raise InputError(
-                    f"{self.name} has {self.data.dtype} values, but the memory is of 8-bit images: convert the layer to "
-                    "8 bits"
+                    f"{self.name} has {self.data.dtype} values, but the memory is of 8-bit images: convert the layer "
+                    "to 8 bits"
                 )
             limits = [reading.limits(place) or (0, 1) for place in range(values.shape[-1])]
             # Opacity has no range of its own.

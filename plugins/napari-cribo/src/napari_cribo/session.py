@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Integer
-from napari_cribo.planes import Plane, reading_of
 
 from cribo.apps.segment.suggesting import suggest
 from cribo.base.errors import InputError
@@ -18,6 +17,7 @@ from cribo.explorer.network import SharedNetwork
 from cribo.features import BackboneSource, Encoder
 from cribo.features.encoder import open_network
 from cribo.features.memory import Example, Segmentation, SegmentationMemory, SegmentationSettings, probe_encoder
+from napari_cribo.planes import Plane, reading_of
 
 Strokes = tuple[Plane, Integer[np.ndarray, "h w"]]
 """A plane and the strokes on it: label k of a layer is the k-th class, 0 is none."""

@@ -1,16 +1,13 @@
 """The dock widget: paint strokes, see all opened images labelled."""
 
-from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Shaped
 from napari.layers import Image, Labels, Layer, Points
-from napari.qt.threading import thread_worker
+from napari.qt.threading import create_worker
 from napari.utils.notifications import show_error, show_info, show_warning
-from napari_cribo.planes import Plane, painted
-from napari_cribo.session import Result, Session, Strokes, Suggestion, Summary
 from qtpy.QtWidgets import (
     QCheckBox,
     QComboBox,
@@ -27,6 +24,8 @@ from qtpy.QtWidgets import (
 
 from cribo.base.errors import InputError
 from cribo.data.labelled.label_maps import IGNORE_INDEX
+from napari_cribo.planes import Plane, painted
+from napari_cribo.session import Result, Session, Strokes, Suggestion, Summary
 
 if TYPE_CHECKING:
     from napari.viewer import Viewer
@@ -282,11 +281,8 @@ class StrokesWidget(QWidget):
             return
         names = [name.strip() for name in self.classes.text().split(",") if name.strip()]
 
-        @thread_worker
-        def label() -> Generator[Result, None, Summary]:
-            return (yield from session.label(strokes, planes, names))
-
-        self._worker = worker = label()
+        worker: Any = create_worker(session.label, strokes, planes, names)
+        self._worker = worker
         worker.yielded.connect(lambda result: self._show(images, result))
         worker.returned.connect(self._summarise)
         worker.aborted.connect(lambda: self.report.setText("Stopped."))
