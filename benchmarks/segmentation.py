@@ -18,7 +18,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from cribo.evaluation.intervals import seed_difference
 from cribo.features import Encoder
 from cribo.features.memory import Example, SegmentationMemory, SegmentationSettings, probe_encoder
 from cribo.features.probes.fitting import default_blocks
-from cribo.features.scores import calibration_error, iou
+from cribo.features.scores import calibration_error, count_confusion, iou
 from cribo.models import Backbone, build_backbone, load_backbone
 
 FIGURES = ("mIoU", "calibration error", "CPU seconds of the choice")
@@ -98,18 +98,26 @@ def filled(memory: SegmentationMemory, images: LabelledSubset, chosen: Sequence[
 
 def scored(memory: SegmentationMemory, queries: LabelledSubset) -> tuple[float, float]:
     """Compute the mIoU over the classes that occur, and the calibration error, in % over pixels."""
-    classes = len(queries.classes)
-    confusion = torch.zeros(classes, classes, dtype=torch.long)
     confidence, right = [], []
-    for index in range(len(queries)):
-        truth, found = queries.labels(index), memory.segment(queries.load(index))
-        known = truth != queries.ignore_index
-        pairs = truth[known].long() * classes + found.labels[known].long()
-        confusion += torch.bincount(pairs, minlength=classes**2).view(classes, classes)
-        confidence.append(found.confidence[known][::_EVERY])
-        right.append((truth == found.labels)[known][::_EVERY].float())
-    score = float(iou(confusion)[confusion.sum(dim=1) > 0].mean())
-    return 100 * score, 100 * calibration_error(torch.cat(confidence), torch.cat(right))
+
+    def predictions() -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(len(queries)):
+            truth, found = queries.labels(index), memory.segment(queries.load(index))
+            known = truth != queries.ignore_index
+            confidence.append(found.confidence[known][::_EVERY])
+            right.append((truth == found.labels)[known][::_EVERY].float())
+            yield truth[known], found.labels[known]
+
+    score = mean_iou(predictions(), len(queries.classes))
+    return score, 100 * calibration_error(torch.cat(confidence), torch.cat(right))
+
+
+def mean_iou(pairs: Iterable[tuple[Tensor, Tensor]], classes: int) -> float:
+    """Compute the mIoU in % over the classes that occur, from labels and predictions of labelled pixels."""
+    confusion = torch.zeros(classes, classes, dtype=torch.long)
+    for labels, predicted in pairs:
+        confusion += count_confusion(labels, predicted, classes)
+    return 100 * float(iou(confusion)[confusion.sum(dim=1) > 0].mean())
 
 
 def save(file: Path, key: str, draw: int, figures: Mapping[str, float]) -> None:

@@ -9,8 +9,8 @@ are labelled at their own size, and the mIoU is that of the classes in their lab
 
 Convpaint gets the backbone as a feature extractor, with the features that its own extractor of DINOv2 reads (the last
 block) and with those that `SegmentationMemory` reads by default (four blocks, each of unit length). Its other settings
-are its defaults for DINOv2. Printed are the mean over the seeds, and the difference of the first row to each other one
-in the same seeds, with intervals that hold together (Bonferroni).
+are its defaults for DINOv2. Printed are the mean over the seeds and the difference between the first row and each
+other row, paired by seed, with intervals corrected for the number of comparisons (Bonferroni).
 """
 
 import argparse
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.segmentation import remembering
+from benchmarks.segmentation import draw_of, mean_iou, remembering
 from jaxtyping import Bool, Float, UInt8
 from torch import Tensor
 
@@ -43,15 +43,12 @@ from cribo.features import Encoder
 from cribo.features.memory import Example, SegmentationMemory, SegmentationSettings
 from cribo.features.probes.encoding import unit_blocks
 from cribo.features.probes.fitting import default_blocks
-from cribo.features.scores import iou
 from cribo.models import load_backbone
-from cribo.models.backbone import IMAGENET_MEAN, IMAGENET_STD
 
 WIDTH, LENGTH = 3, 60
 """Width and greatest length of a stroke in pixels."""
 
 _DIRECTIONS = 16
-_MEAN, _STD = (torch.tensor(values)[:, None, None] for values in (IMAGENET_MEAN, IMAGENET_STD))
 
 Predict = Callable[[UInt8[Tensor, "3 h w"]], UInt8[Tensor, "h w"]]
 """Predicts the class of each pixel."""
@@ -88,8 +85,7 @@ def strokes(labels: UInt8[np.ndarray, "h w"], count: int, generator: np.random.G
 
 def draw(images: LabelledSubset, examples: int, count: int, seed: int) -> list[tuple[Tensor, np.ndarray]]:
     """Draw images and their strokes."""
-    generator = np.random.default_rng(seed)
-    chosen = sorted(generator.choice(len(images), examples, replace=False).tolist())
+    chosen, generator = draw_of(examples, len(images), seed), np.random.default_rng(seed)
     return [(images.load(index), strokes(images.labels(index).numpy(), count, generator)) for index in chosen]
 
 
@@ -112,7 +108,6 @@ def convpaint_extractor(encoder: Encoder, name: str, blocks: Sequence[int], *, u
             super().__init__(model_name=model_name)
             self.patch_size = encoder.patch_size
             self.num_input_channels = [3]
-            self.norm_mode = "imagenet"
             self.rgb_input = self.has_global_context = True
             self.proposed_scalings = [[1]]
 
@@ -120,13 +115,13 @@ def convpaint_extractor(encoder: Encoder, name: str, blocks: Sequence[int], *, u
             """Return the defaults of convpaint's extractor of DINOv2."""
             param = super().get_default_params(param=param)
             param.tile_image = param.tile_annotations = False
+            param.normalize = 1  # none: the encoder normalises values from 0 to 1 itself
             return param
 
         def extract_features_from_stack(
             self, image: Float[np.ndarray, "3 z h w"], **options: object
         ) -> list[Float[np.ndarray, "f z rows columns"]]:
-            normalised = torch.from_numpy(np.ascontiguousarray(np.moveaxis(image, 1, 0))).float()
-            planes = normalised * _STD + _MEAN  # the encoder normalises values from 0 to 1 itself
+            planes = torch.from_numpy(np.ascontiguousarray(np.moveaxis(image, 1, 0))).float() / 255
             with torch.no_grad():
                 tokens = encoder.tokens(planes.to(encoder.device))
             parts = tokens.unflatten(-1, (len(encoder.blocks), -1))[..., places, :]
@@ -152,18 +147,18 @@ def convpaint(extractor: str, *, forest: bool, drawn: Sequence[tuple[Tensor, np.
 
 def miou(predict: Predict, queries: LabelledSubset) -> float:
     """Return the mIoU in % over the classes that occur."""
-    classes = len(queries.classes)
-    confusion = torch.zeros(classes, classes, dtype=torch.long)
-    for index in range(len(queries)):
-        truth, found = queries.labels(index), predict(queries.load(index))
-        known = truth != queries.ignore_index
-        pairs = truth[known].long() * classes + found[known].long()
-        confusion += torch.bincount(pairs, minlength=classes**2).view(classes, classes)
-    return 100 * float(iou(confusion)[confusion.sum(dim=1) > 0].mean())
+
+    def predictions() -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(len(queries)):
+            truth, found = queries.labels(index), predict(queries.load(index))
+            known = truth != queries.ignore_index
+            yield truth[known], found[known]
+
+    return mean_iou(predictions(), len(queries.classes))
 
 
 def report(scores: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """Print the mean of each row, and the difference of the first row to it."""
+    """Print the mean of each row, and the difference between the first row and that row."""
     rows = [row for row in next(iter(scores.values())) if row != OURS]
     for data, found in scores.items():
         seeds = [seed for seed in found[OURS] if all(seed in found[row] for row in rows)]

@@ -3,10 +3,10 @@
     cvat-cli task auto-annotate TASK --function-file examples/tools/cvat_function.py \
         -p memory=str:mine.safetensors -p backbone=str:runs/mine
 
-The function runs on this machine: CVAT sends the images and receives a mask for each region of a class, with its mean
-confidence as the score. Regions smaller than a patch become part of the region around them. `--conv-mask-to-poly` makes
-polygons, and `--conf-threshold` leaves regions out. The task needs labels with the names of the classes;
-`--allow-unmatched-labels` ignores classes that it does not have.
+The function runs on this machine: it receives the images from CVAT and returns a mask for each region of a class, with
+its mean confidence as the score. Regions smaller than a patch are merged into the nearest larger region. Use
+`--conv-mask-to-poly` for polygons, and `--conf-threshold` to omit uncertain regions. The task needs labels with the
+names of the classes; `--allow-unmatched-labels` ignores other classes.
 """
 
 from collections.abc import Sequence
@@ -34,25 +34,25 @@ class Segmenter:
         memory: the memory file.
         backbone: the backbone with which it was created.
         device: such as cuda:0. [the first GPU, else the CPU]
-        instances: classes, separated by commas, whose objects become a mask each, also where they touch.
+        instances: comma-separated classes whose objects get a separate mask each, even if they touch.
     """
 
     def __init__(self, memory: str, backbone: str, device: str | None = None, instances: str = "") -> None:
         self.memory = SegmentationMemory.load(memory, backbone, device=device)
         self.splitter = Splitter.of_names([name for name in instances.split(",") if name], None, self.memory)
-        # CVAT's background is what has no shape.
+        # In CVAT, pixels without a shape are background.
         self.classes = things(self.memory.classes)
 
     @property
     def spec(self) -> cvataa.DetectionFunctionSpec:
-        """The classes, of which the function returns masks."""
+        """The classes that are returned as masks."""
         labels = [cvataa.label_spec(name, label, type="mask") for label, name in self.classes.items()]
         return cvataa.DetectionFunctionSpec(labels=labels)
 
     def detect(
         self, context: cvataa.DetectionFunctionContext, image: PIL.Image.Image
     ) -> Sequence[cvataa.DetectionAnnotation]:
-        """Return the regions of each class, the largest first, so that those in holes of others are drawn on top."""
+        """Return the regions of each class, largest first, so that regions inside holes are drawn on top."""
         found = self.memory.segment(image)
         height, width = found.labels.shape
         patch = self.memory.encoder.patch_size / self.memory.settings.factor(height, width)
@@ -77,7 +77,7 @@ class Segmenter:
 
 
 def without_specks(labels: UInt8[Tensor, "h w"], area: float) -> UInt8[Tensor, "h w"]:
-    """Label regions smaller than an area, which nobody would correct one by one, as the nearest larger region."""
+    """Relabel regions below an area in pixels as the nearest larger region; no-op if all are smaller."""
     values = labels.numpy()
     small = np.zeros(values.shape, dtype=bool)
     for label in np.unique(values):

@@ -1,6 +1,6 @@
-"""CVAT's own command line runs the example functions, against a server that answers what it requests.
+"""CVAT's command line runs the example functions against a local server.
 
-The server stands in for CVAT's, which is a set of containers: it has one task of images, whose annotations it keeps.
+CVAT itself needs several containers. The server in these tests has one task and records the uploaded annotations.
 """
 
 import io
@@ -26,7 +26,7 @@ from cvat_sdk.masks import decode_mask, encode_mask
 from examples.tools.cvat_tracker import Tracker
 
 from cribo import SegmentationMemory
-from cribo.data.labelled.outlines import pixels_of, runs_of
+from cribo.data.labelled.regions import corners, polygon
 from cribo.data.scenes import Scenes
 
 FUNCTIONS = Path(__file__).parents[2] / "examples" / "tools"
@@ -35,12 +35,12 @@ TASK, FIRST_LABEL = 7, 40
 SCENES = Scenes(9)
 
 Cvat = Callable[..., tuple[str, Any]]
-"""Runs cvat-cli with these words, and returns the path and the body of the last change that the server received."""
+"""Runs cvat-cli with the given arguments; returns path and body of the last change that the server received."""
 
 
 @dataclass
 class StandIn:
-    """A server with one task.
+    """A server with a single task.
 
     Attributes:
         images: images of the task.
@@ -143,8 +143,7 @@ def drawn(shapes: list[dict[str, Any]], width: int, height: int) -> np.ndarray:
         if shape["type"] == "mask":
             pixels = decode_mask(shape["points"], image_width=width, image_height=height)
         else:
-            ring = np.array(shape["points"]).reshape(-1, 2)
-            pixels = pixels_of(runs_of([ring], height, width), height, width)
+            pixels = polygon(corners(shape["points"]))(height, width)
         labels[pixels] = shape["label_id"] - FIRST_LABEL
     return labels
 
@@ -211,7 +210,7 @@ def test_the_tracker_is_registered(cvat: Cvat) -> None:
 
 
 class Context(cvataa.TrackingFunctionShapeContext):
-    """The kind of shape that is tracked."""
+    """The context of a tracked shape."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -222,7 +221,7 @@ class Context(cvataa.TrackingFunctionShapeContext):
 
 
 def frame(left: int | None) -> tuple[Image.Image, np.ndarray]:
-    """Return a frame with a red square, and its pixels; without it for None."""
+    """Return a frame with a red square at column `left`, or without a square, and the pixels of the square."""
     pixels = np.zeros((256, 320), dtype=bool)
     if left is not None:
         pixels[96:160, left : left + 64] = True

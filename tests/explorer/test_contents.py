@@ -128,3 +128,11 @@ def test_images_of_five_channels_and_16_bits_are_read_by_the_range_of_the_collec
     assert session.current is not None
     assert torch.equal(session.image(session.current).load(32), shown)
     contents.visitors.close()
+
+    from cribo.explorer.page import build_page  # imports Gradio
+
+    page = build_page(contents, uploads)
+    [features] = (each for each in page.fns.values() if each.api_name == "features")
+    assert features.fn is not None
+    colours, *_ = features.fn(None, 0)  # without an upload, the first image
+    assert colours is not None

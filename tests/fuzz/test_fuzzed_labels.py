@@ -20,7 +20,7 @@ from tests.fuzz.test_fuzzed_coco import HEIGHT, WIDTH, values
 
 from cribo.base.errors import InputError, UnreadableImage
 from cribo.data.labelled.formats import find_examples
-from cribo.data.labelled.label_studio import encoded
+from cribo.data.labelled.label_studio_writing import encoded
 
 FUZZED = fuzzed(2)
 MASK = np.eye(HEIGHT, WIDTH, dtype=bool)

@@ -6,7 +6,9 @@ from pathlib import Path
 from cribo.base.errors import ConfigError
 
 
-def read_secret(name: str, variable: str, file: Path | None, *, given: str | None = None, none: bool) -> str | None:
+def read_secret(
+    name: str, variable: str, file: Path | None, *, given: str | None = None, none: bool | None = None
+) -> str | None:
     """Return the password or token of the options, or of an environment variable; None if there is none.
 
     Args:
@@ -14,7 +16,7 @@ def read_secret(name: str, variable: str, file: Path | None, *, given: str | Non
         variable: name of the environment variable.
         file: file whose first line it is.
         given: value of the option.
-        none: whether there is none.
+        none: whether there is none; None if there is no such option.
 
     Raises:
         ConfigError: several are given, one is empty, or the file cannot be read.
@@ -34,5 +36,8 @@ def read_secret(name: str, variable: str, file: Path | None, *, given: str | Non
     elif given is None:
         given = os.environ.get(variable)
     if given is not None and not given.strip():
-        raise ConfigError(f"{source} must not be empty: give a {name}, or use --no_{name}")
+        raise ConfigError(
+            f"{source} must not be empty: give a {name.rpartition('_')[2]}"
+            + ("" if none is None else f", or use --no_{name}")
+        )
     return given

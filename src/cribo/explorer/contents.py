@@ -18,7 +18,7 @@ from cribo.base.files import require
 from cribo.base.machine import keep_freed_memory
 from cribo.base.redaction import without_secrets
 from cribo.data.config import Reading, spread
-from cribo.data.sources.images import ImageFiles, ImageSource, open_images, require_readable
+from cribo.data.sources.images import EncodedImages, ImageFiles, ImageSource, open_images, require_readable
 from cribo.data.survey import surveyed
 from cribo.explorer.collection import Collection
 from cribo.explorer.config import ExploreConfig
@@ -49,7 +49,7 @@ class Contents:
     Attributes:
         title: title of the page.
         encoder: the network.
-        reading: how the images are read.
+        reading: how uploaded pictures are read: as the images are.
         notes: sentences about missing contents.
         visitors: sessions of the Segment tab, with all images of the collection.
         pairs: view pairs of the run.
@@ -103,14 +103,17 @@ def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) ->
     if database is not None:
         database.require_encoder(plain, str(plain.about["name"]))
     notes: list[str] = []
-    files = _files_of(database, reading) if database is not None else _images(config, workspace, notes, progress)
-    reading = reading if files is None else files.reading  # with the range of the collection
-    folder = None if config.examples is None else _example_folder(config.examples, files, reading)
+    if database is not None:
+        files = _files_of(database, reading)
+    else:
+        files, reading = _images(config, workspace, notes, progress)
+    in_folder = reading if files is None else files.reading
+    folder = None if config.examples is None else _example_folder(config.examples, files, in_folder)
     visitors = Visitors(encoder, None if files is None else FolderImages(files), folder)
     visitors.warm(progress)
     if database is None and files is not None and config.limit:
         root = str(Path(files.folder).absolute())
-        info = replace(DatabaseInfo.of(plain, source, ObjectSettings(), root), pixels=reading.given)
+        info = replace(DatabaseInfo.of(plain, source, ObjectSettings(), root), pixels=files.reading.given)
         database = ObjectDatabase.create(workspace / "objects.db", info)
         chosen = spread(len(files), config.limit)
         some = ImageFiles(files.folder, (files.name(number) for number in chosen), reading=files.reading)
@@ -121,7 +124,7 @@ def open_contents(config: ExploreConfig, workspace: Path, progress: Progress) ->
             )
     finder = None
     if database is not None:
-        finder = ObjectFinder(Collection(database, reading=reading), encoder)
+        finder = ObjectFinder(Collection(database, reading=in_folder), encoder)
     return Contents(_title(config), encoder, reading, visitors, tuple(notes), pairs, finder)
 
 
@@ -156,8 +159,13 @@ def _files_of(database: ObjectDatabase, reading: Reading) -> ImageFiles:
     return ImageFiles(database.root, names, reading=reading)
 
 
-def _images(config: ExploreConfig, workspace: Path, notes: list[str], progress: Progress) -> ImageFiles | None:
-    """Return the images of the folder or run; if there are none, append a note to `notes`."""
+def _images(
+    config: ExploreConfig, workspace: Path, notes: list[str], progress: Progress
+) -> tuple[ImageFiles | None, Reading]:
+    """Return the images of the folder or run, and how its pictures are read; without images, append a note to `notes`.
+
+    Generated and packed images are decoded into `workspace`, whose files are not read with the returned options.
+    """
     source: ImageSource
     try:
         if config.run is not None:
@@ -174,26 +182,29 @@ def _images(config: ExploreConfig, workspace: Path, notes: list[str], progress: 
             )
         elif config.images is not None:
             source = open_images(config.images, reading=config.reading)
+            source.reading = surveyed(source)
         else:
-            return None
+            return None, config.reading
+        reading = source.reading if isinstance(source, EncodedImages) else config.reading
         if isinstance(source, ImageFiles):
-            files = ImageFiles(source.folder, source.names, reading=surveyed(source))
+            files = ImageFiles(source.folder, source.names, reading=reading)
             require_readable(files, str(config.images or config.run))
-            return files
+            return files, reading
     except (ValueError, OSError) as error:
         if config.images is not None or isinstance(error, Untrusted):
             raise
         log.warning("no collection: %s", error)
         notes.append("No collection. Restart the page with --images DIR or --db DIR.")
-        return None
+        return None, config.reading
     folder = workspace / "images"
     folder.mkdir()
     chosen = spread(len(source), config.limit or _GENERATED)
     for done, number in enumerate(chosen, start=1):  # images that are generated, or packed in shards
         _save(source.load(number).permute(1, 2, 0).numpy(), folder / f"{number:07d}")
         progress("images", done, len(chosen))
-    in_chans = config.reading.in_chans
-    return open_images(folder, reading=Reading(channels=None if in_chans == 3 else tuple(range(in_chans))))
+    in_chans = reading.in_chans
+    decoded = Reading(channels=None if in_chans == 3 else tuple(range(in_chans)))
+    return open_images(folder, reading=decoded), reading
 
 
 def _save(pixels: UInt8[np.ndarray, "h w c"], stem: Path) -> None:

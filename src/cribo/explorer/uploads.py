@@ -24,10 +24,7 @@ class Uploads:
     Args:
         folder: folder of the uploads; requests cannot read files outside it.
         limits: limits of a picture.
-        reading: how the images of the page are read.
-
-    Attributes:
-        reading: the same for pictures, within the limit of pixels.
+        reading: how pictures are read; the limit of pixels is that of `limits`.
     """
 
     def __init__(self, folder: Path, limits: Limits, reading: Reading = DEFAULT_READING) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 from cribo.data.labelled.crops import resize_labels
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.features.config import PropagationSettings
+from cribo.features.encoder import Encoder
 from cribo.features.memory.pixels import PixelLabels
+from cribo.features.patches import resize_image
 
 _MULTIPLE = 64  # pixels, of the longer side in DINO
 _CONSTANT = 1e-6  # spread up to which a map of labels is constant
@@ -104,6 +106,57 @@ def soft_labels(
     return one_hot[..., :classes].float()
 
 
+def encode_frames(
+    images: Sequence[UInt8[Tensor, "c h w"]], encoder: Encoder, settings: PropagationSettings
+) -> Float[Tensor, "b rows columns d"]:
+    """Encode frames of equal size as patch features of unit length, on the device of the encoder.
+
+    The frames are resized to the fixed input size of the encoder, or to `encoded_size`.
+
+    Raises:
+        InputError: the encoder takes images with other channels.
+    """
+    height, width = images[0].shape[1:]
+    fixed = encoder.image_size
+    size = encoded_size((height, width), settings.side, encoder.patch_size) if fixed is None else (fixed, fixed)
+    pixels = torch.stack([resize_image(image, size, settings.interpolation) for image in images])
+    return F.normalize(encoder.grids(pixels), dim=-1)
+
+
+class Propagation:
+    """Propagates the labels of a frame to later frames, one at a time.
+
+    The labels of a frame are those of the most similar patches in the given and the previous frames (`label_frame`).
+
+    Args:
+        features: patch features of the given frame, of unit length, on the device of the computation.
+        labels: soft labels of its patches.
+        settings: neighbours, and frames in which they are searched.
+    """
+
+    def __init__(
+        self,
+        features: Float[Tensor, "rows columns d"],
+        labels: Float[Tensor, "rows columns c"],
+        settings: PropagationSettings,
+    ) -> None:
+        self._first = LabelledFrame(features[None], labels[None].to(features))
+        self._previous = deque[LabelledFrame](maxlen=settings.previous)
+        self._settings = settings
+
+    def __call__(self, features: Float[Tensor, "rows columns d"]) -> Float[Tensor, "rows columns c"]:
+        """Return the soft labels of the patches of the next frame, given their features of unit length."""
+        found = label_frame(
+            features[None],
+            [self._first, *self._previous],
+            neighbours=self._settings.neighbours,
+            radius=self._settings.radius,
+            temperature=self._settings.temperature,
+        )
+        self._previous.append(LabelledFrame(features[None], found))
+        return found[0]
+
+
 def propagate(
     frames: Iterator[Float[Tensor, "rows columns d"]],
     given: Float[Tensor, "rows columns c"],
@@ -119,19 +172,7 @@ def propagate(
     Yields:
         Soft labels of the patches of each frame, from the second one on.
     """
-    features = next(frames)
-    first = LabelledFrame(features[None], given[None].to(features))
-    previous = deque[LabelledFrame](maxlen=settings.previous)
-    for features in frames:
-        found = label_frame(
-            features[None],
-            [first, *previous],
-            neighbours=settings.neighbours,
-            radius=settings.radius,
-            temperature=settings.temperature,
-        )
-        previous.append(LabelledFrame(features[None], found))
-        yield found[0]
+    yield from map(Propagation(next(frames), given, settings), frames)
 
 
 def frame_labels(labels: Float[Tensor, "rows columns c"], patch_size: int, size: tuple[int, int]) -> PixelLabels:

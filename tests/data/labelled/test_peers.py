@@ -16,7 +16,8 @@ from torch import Tensor
 from cribo.data.labelled.cvat import read_cvat
 from cribo.data.labelled.formats import LABEL_FORMATS, find_examples
 from cribo.data.labelled.label_maps import Labelling
-from cribo.data.labelled.label_studio import decoded, encoded
+from cribo.data.labelled.label_studio import decoded
+from cribo.data.labelled.label_studio_writing import encoded
 from cribo.data.labelled.regions import polygon, trace
 from cribo.data.labelled.yolo import read_yolo
 

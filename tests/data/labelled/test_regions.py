@@ -16,7 +16,8 @@ from torch import Tensor
 from cribo.base.errors import DataError, InputError, MissingData
 from cribo.data.labelled.formats import LABEL_FORMATS, find_examples, written_formats
 from cribo.data.labelled.label_maps import IGNORE_INDEX, LabelledBox, Labelling, Task
-from cribo.data.labelled.label_studio import decoded, encoded
+from cribo.data.labelled.label_studio import decoded
+from cribo.data.labelled.label_studio_writing import encoded
 from cribo.data.labelled.regions import polygon, trace
 
 CLASSES = ["background", "cell", "it's a dog"]

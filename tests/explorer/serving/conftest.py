@@ -21,7 +21,11 @@ from cribo.explorer.config import Limits
 from cribo.explorer.server import host_names, listening
 from cribo.explorer.serving.app import build_app
 from cribo.explorer.serving.config import RequestLimits
+from cribo.explorer.serving.growing import GrowingMemory
+from cribo.explorer.serving.label_studio.host import Host
+from cribo.explorer.serving.label_studio.routes import MLBackend
 from cribo.explorer.serving.memory_file import MemoryFile
+from cribo.explorer.serving.routes import OPERATIONS
 from cribo.explorer.serving.service import Service
 from cribo.features import BackboneSource
 from cribo.features.memory import SegmentationMemory, SegmentationSettings
@@ -83,11 +87,12 @@ class Running:
     Attributes:
         client: sends requests.
         service: what its routes share.
+        backend: that of Label Studio; None without one.
     """
 
-    def __init__(self, address: str, service: Service) -> None:
+    def __init__(self, address: str, service: Service, backend: MLBackend | None = None) -> None:
         self.client = httpx.Client(base_url=address, timeout=60)
-        self.address, self.service = address, service
+        self.address, self.service, self.backend = address, service, backend
 
     def segment(self, content: bytes, **options: Any) -> httpx.Response:
         """Send a picture, to be labelled."""
@@ -109,17 +114,26 @@ def serving(memory_file: Path, run_folder: Path) -> Serve:
         token: str | None = None,
         batch_size: int = 4,
         megapixels: float = 0.1,
+        tool: Host | None = None,
         **limits: Any,
     ) -> Iterator[Running]:
-        memory = MemoryFile(file, BackboneSource(str(run_folder)), batch_size=batch_size, device="cpu")
+        opened = MemoryFile if tool is None else GrowingMemory
+        memory = opened(file, BackboneSource(str(run_folder)), batch_size=batch_size, device="cpu")
         pictures = Limits(max_megabytes=0.05, max_megapixels=megapixels)
         service = Service(memory, pictures, RequestLimits(**limits), batch_size=batch_size)
-        app = build_app(service, token=token, hosts=host_names("127.0.0.1"))
+        backend = None if tool is None else MLBackend(service, tool)
+        app = build_app(
+            service,
+            token=token,
+            hosts=host_names("127.0.0.1"),
+            operations=OPERATIONS if backend is None else (*OPERATIONS, *backend.operations),
+            closing=[] if backend is None else [backend.close],
+        )
         with listening("127.0.0.1", 0) as (listener, address):
             server = uvicorn.Server(uvicorn.Config(app, headers=HEADERS, log_level="critical", server_header=False))
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
             thread.start()
-            running = Running(address, service)
+            running = Running(address, service, backend)
             try:
                 yield running
             finally:

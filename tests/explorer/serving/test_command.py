@@ -24,6 +24,7 @@ def start(commands: Commands, *words: object, prelude: str = "", **environment: 
     return Served(command.output.split(" at ")[1].split(";")[0], command)
 
 
+STUDIO = ("--label_studio", "http://127.0.0.1:8080")
 SLOWLY = """
 import time
 from cribo.explorer.serving.memory_file import MemoryFile
@@ -83,6 +84,12 @@ def test_the_token_is_that_of_the_file_or_of_the_environment(
         (("--memory", "halves.safetensors", "--max_megapixels", "0"), "max_megapixels"),
         (("--memory", "halves.safetensors", "--timeout", "0"), "timeout"),
         (("--memory", "halves.safetensors", "--device", "cuda:99"), "cuda:99"),
+        (("--memory", "halves.safetensors", "--label_studio", "127.0.0.1:8080"), "--label_studio"),
+        (("--memory", "halves.safetensors", "--label_studio_key_file", "note.txt"), "requires --label_studio"),
+        (("--memory", "halves.safetensors", *STUDIO, "--label_studio_key_file", "empty.txt"), "must not be empty"),
+        (("--memory", "missing/new.safetensors", *STUDIO), "missing"),
+        (("--memory", "note.txt", *STUDIO), "note.txt"),
+        (("--memory", "halves.safetensors", *STUDIO, "--backbone", "mean-colour"), "another backbone"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, tuple) else value,
 )
@@ -96,7 +103,8 @@ def test_invalid_options_are_errors(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("CRIBO_TOKEN", raising=False)
+    for variable in ("CRIBO_TOKEN", "LABEL_STUDIO_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
     (tmp_path / "halves.safetensors").symlink_to(memory_file)
     (tmp_path / "note.txt").write_text("a note")
     (tmp_path / "empty.txt").write_text("")

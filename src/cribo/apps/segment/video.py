@@ -13,7 +13,6 @@ from typing import IO, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from rich.console import Console
 from torch import Tensor
@@ -41,10 +40,9 @@ from cribo.data.survey import surveyed
 from cribo.features.config import PropagationSettings
 from cribo.features.encoder import Encoder, open_network
 from cribo.features.memory.memory import Segmentation
-from cribo.features.patches import resize_image
 from cribo.features.prefetching import prefetch
 from cribo.features.probes.examples import content_hash
-from cribo.features.propagation import encoded_size, frame_labels, propagate, soft_labels
+from cribo.features.propagation import encode_frames, frame_labels, propagate, soft_labels
 from cribo.features.reading import completed_for
 
 KIND = "video segmentation"
@@ -358,8 +356,6 @@ class _Videos:
         """Yield the readable frames with their features."""
         height, width = self.labels[next(index for index in (indices[0], indices[-1]) if index in self.labels)].shape
         size = height, width
-        patch, fixed = self._encoder.patch_size, self._encoder.image_size
-        encoded = (fixed, fixed) if fixed is not None else encoded_size(size, self.settings.side, patch)
         read = prefetch(
             self._read,
             indices,
@@ -372,8 +368,7 @@ class _Videos:
             while batch := list(islice(found, self._batch_size)):
                 for index, image in batch:
                     self._require_size(index, image, size)
-                pixels = [resize_image(image, encoded, self.settings.interpolation) for _, image in batch]
-                features = F.normalize(self._encoder.grids(torch.stack(pixels)), dim=-1)
+                features = encode_frames([image for _, image in batch], self._encoder, self.settings)
                 for (index, image), own in zip(batch, features, strict=True):
                     yield _Frame(index, size, own, image)
 

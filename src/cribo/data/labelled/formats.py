@@ -17,7 +17,8 @@ from cribo.data.labelled.cvat import is_cvat, read_cvat, read_root, write_cvat
 from cribo.data.labelled.geojson import is_geojson, read_geojson, write_geojson
 from cribo.data.labelled.georeferenced import write_geojson_in_degrees, write_geotiff
 from cribo.data.labelled.label_maps import CLASSES_FILE, MASK_CLASSES, Labelling
-from cribo.data.labelled.label_studio import is_label_studio, read_label_studio, write_label_studio
+from cribo.data.labelled.label_studio import is_label_studio, read_label_studio
+from cribo.data.labelled.label_studio_writing import write_label_studio
 from cribo.data.labelled.labelme import is_labelme, read_labelme, write_labelme
 from cribo.data.labelled.map_layouts import find_label_maps
 from cribo.data.labelled.regions import RegionLabels

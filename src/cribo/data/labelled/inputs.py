@@ -23,20 +23,6 @@ LabelsLike = str | os.PathLike[str] | Image.Image | np.ndarray | Tensor | LabelM
 """A grey or palette PNG whose values are class indices; such a Pillow image; integers (H, W); a label map; or boxes."""
 
 
-class Example(NamedTuple):
-    """An image with the class of each pixel.
-
-    Attributes:
-        image: input for `open_image`.
-        labels: input for `open_labels`; 255 for no class.
-        name: name of the example in messages and in the memory file.
-    """
-
-    image: ImageLike
-    labels: LabelsLike
-    name: str | None = None
-
-
 def open_image(
     image: ImageLike, reading: Reading = DEFAULT_READING, in_chans: int | None = None
 ) -> UInt8[Tensor, "c h w"]:
@@ -80,6 +66,20 @@ class DecodedImage(NamedTuple):
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.pixels.nbytes + (0 if self.valid is None else self.valid.nbytes)
+
+
+class Example(NamedTuple):
+    """An image with the class of each pixel.
+
+    Attributes:
+        image: input for `decode_image`.
+        labels: input for `open_labels`; 255 for no class.
+        name: name of the example in messages and in the memory file.
+    """
+
+    image: ImageLike | DecodedImage
+    labels: LabelsLike
+    name: str | None = None
 
 
 def decode_image(

@@ -1,6 +1,5 @@
-"""Labels in Label Studio's JSON: polygons, brush strokes, boxes, ellipses and key points of tasks."""
+"""Labels in Label Studio's JSON, read: polygons, brush strokes, boxes, ellipses and key points of tasks."""
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -12,15 +11,13 @@ import numpy as np
 from jaxtyping import UInt8
 
 from cribo.base.errors import DataError, InputError
-from cribo.base.files import read_json, write_whole
+from cribo.base.files import read_json
 from cribo.data.labelled.coco import is_number
-from cribo.data.labelled.label_maps import Labelling
-from cribo.data.labelled.regions import Draw, Mask, Region, RegionImage, RegionSet, corners, ellipse, naming, things
+from cribo.data.labelled.regions import Draw, Region, RegionImage, RegionSet, corners, ellipse, naming
 from cribo.data.reading import EXTENSIONS
 
 _UPLOADED = re.compile(r"^[0-9a-f]{8}-")  # in front of the names of uploaded files
 _LABELS = ("polygonlabels", "brushlabels", "rectanglelabels", "ellipselabels", "keypointlabels", "labels")
-_RUN_BITS = (3, 4, 8, 16)  # of the lengths of runs in what is written
 
 
 def is_label_studio(content: object) -> bool:
@@ -49,20 +46,38 @@ def read_label_studio(path: Path) -> RegionSet:
         data = task.get("data") if isinstance(task, Mapping) else None
         if not isinstance(data, Mapping):
             raise DataError(f"{path}: task {number} has no data")
-        names, size, regions = _names(data, path), None, list[Region]()
+        names = _names(data, path)
         annotations = _mappings(task.get("annotations") or [], f"{path}: the annotations of task {number}")
         done = [each for each in annotations if not each.get("was_cancelled")]
         if not done:
             found.unlabelled.append(RegionImage(names, None, [], path, id=str(task.get("id", ""))))
             continue
-        results = _mappings(done[-1].get("result") or [], f"{path}: the result of task {number}")
-        for place, result in enumerate(results, start=1):
-            what = f"region {result.get('id', place)} of {names[0]}"
-            with naming(path, what):
-                size = _size(result) or size
-                regions += _regions(result, what, found)
-        found.images.append(RegionImage(names, size, regions, path, id=str(task.get("id", ""))))
+        found.images.append(read_annotation(done[-1], found, names=names, task=str(task.get("id", ""))))
     return found
+
+
+def read_annotation(
+    annotation: Mapping[str, Any], found: RegionSet, *, names: tuple[str, ...], task: str = ""
+) -> RegionImage:
+    """Read the regions of an annotation.
+
+    Args:
+        annotation: the annotation, whose `result` is a list.
+        found: where its labels come from; regions without an area are added to its `skipped`.
+        names: possible file names of its image, the likeliest first.
+        task: its id.
+
+    Raises:
+        DataError: a region is invalid.
+    """
+    size, regions = None, list[Region]()
+    what = f"the result of {f'task {task}' if task else names[0]}"
+    for place, result in enumerate(_mappings(annotation.get("result") or [], f"{found.source}: {what}"), start=1):
+        what = f"region {result.get('id', place)} of {names[0]}"
+        with naming(found.source, what):
+            size = _size(result) or size
+            regions += _regions(result, what, found)
+    return RegionImage(names, size, regions, found.source, id=task)
 
 
 def _mappings(value: object, what: str) -> list[Mapping[str, Any]]:
@@ -80,7 +95,23 @@ def _names(data: Mapping[str, Any], path: Path) -> tuple[str, ...]:
     ]
     if not images:
         raise DataError(f"{path}: a task must have an image in its data, got {', '.join(data) or 'nothing'}")
-    url = urlsplit(images[0])
+    return file_names(images[0])
+
+
+def file_names(address: str) -> tuple[str, ...]:
+    """Return the possible file names of an image by its URL in a task.
+
+    Raises:
+        DataError: it is no URL.
+
+    Example:
+        >>> file_names("/data/upload/1/0f3c2a19-my%20street.jpg")
+        ('0f3c2a19-my street.jpg', 'my street.jpg', 'data/upload/1/0f3c2a19-my street.jpg')
+    """
+    try:
+        url = urlsplit(address)
+    except ValueError as error:
+        raise DataError(f"a task must have the address of an image, got {address!r:.60} ({error})") from error
     stated = unquote(parse_qs(url.query)["d"][0] if "d" in parse_qs(url.query) else url.path).lstrip("/")
     name = PurePosixPath(stated).name
     return tuple(dict.fromkeys((name, _UPLOADED.sub("", name), stated)))
@@ -205,52 +236,3 @@ def decoded(packed: object, expected: int) -> UInt8[np.ndarray, " n"]:
     if len(found) != total:
         raise InputError(f"rle must have {total} values, got {len(found)}")
     return found
-
-
-def encoded(mask: Mask) -> list[int]:
-    """Return a mask as Label Studio's packed run lengths."""
-    flat = mask.ravel()
-    ends = np.concatenate([np.flatnonzero(np.diff(flat)) + 1, [flat.size]])
-    starts = np.concatenate([[0], ends[:-1]])
-    bits = [f"{4 * flat.size:032b}", f"{7:05b}", *(f"{size - 1:04b}" for size in _RUN_BITS)]
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        left, value = 4 * (end - start), 255 if flat[start] else 0
-        while left:
-            length = min(left, 2 ** _RUN_BITS[-1])
-            kind = next(number for number, size in enumerate(_RUN_BITS) if length <= 2**size)
-            bits.append(f"1{kind:02b}{length - 1:0{_RUN_BITS[kind]}b}{value:08b}")
-            left -= length
-    text = "".join(bits)
-    text += "0" * (-len(text) % 8)
-    return list(int(text, 2).to_bytes(len(text) // 8, "big"))
-
-
-def write_label_studio(path: Path, labelling: Labelling) -> int:
-    """Write tasks with predictions as brush strokes, one for each class of an image or for each of its instances."""
-    named = things(labelling.classes)
-
-    def tasks() -> Iterator[dict[str, Any]]:
-        for name, (height, width) in labelling.sizes.items():
-            results = []
-            for label, mask in labelling.masks(name, named):
-                common = {"id": f"{len(results)}", "type": "brushlabels", "from_name": "label", "to_name": "image"}
-                size = {"original_width": width, "original_height": height, "image_rotation": 0}
-                value = {"format": "rle", "rle": encoded(mask), "brushlabels": [named[label]]}
-                results.append({**common, **size, "value": value})
-            task: dict[str, Any] = {
-                "data": {"image": name},
-                "predictions": [{"model_version": "cribo", "result": results}],
-            }
-            if (own := labelling.task(name).id).isdecimal():
-                task = {"id": int(own), **task}
-            yield task
-
-    def write(into: Path) -> None:
-        with into.open("w", encoding="utf-8") as file:
-            file.write("[")
-            for number, task in enumerate(tasks()):
-                file.write(f"{',' if number else ''}\n{json.dumps(task)}")
-            file.write("\n]\n")
-
-    write_whole(path, write)
-    return 0

@@ -70,6 +70,35 @@ def require_size(file: Path, name: str, listed: tuple[int, int] | None, size: tu
         )
 
 
+def simplified(ring: Ring, tolerance: float) -> Ring:
+    """Return a closed polygon with fewer corners (Douglas and Peucker 1973).
+
+    Args:
+        ring: the polygon.
+        tolerance: largest distance of a removed corner from the result, in pixels.
+    """
+    far = int(((ring - ring[0]) ** 2).sum(axis=1).argmax())
+    closed, kept = np.concatenate([ring, ring[:1]]), np.zeros(len(ring) + 1, dtype=bool)
+    kept[[0, far]] = True
+    spans = [(0, far), (far, len(ring))]
+    while spans:
+        start, end = spans.pop()
+        if end - start < 2:
+            continue
+        (dx, dy), between = closed[end] - closed[start], closed[start + 1 : end] - closed[start]
+        length = float(np.hypot(dx, dy))
+        if length:
+            distances = np.abs(between[:, 0] * dy - between[:, 1] * dx) / length
+        else:
+            distances = np.hypot(between[:, 0], between[:, 1])
+        farthest = int(distances.argmax())
+        if distances[farthest] > tolerance:
+            kept[place := start + 1 + farthest] = True
+            spans += [(start, place), (place, end)]
+    found = closed[:-1][kept[:-1]]
+    return found if len(found) >= CORNERS else ring
+
+
 def runs_of(rings: Iterable[Ring], height: int, width: int) -> Any:
     """Return the run lengths, in COCO's format, of the pixels in any of the polygons."""
     from faster_coco_eval.core import mask as coco

@@ -126,7 +126,7 @@ class RegionSet:
         return [Region(label, polygon(ring), name=name)]
 
 
-class _Drawn(NamedTuple):
+class Drawn(NamedTuple):
     """A label map, the number of its pixels with several classes, and the names of what lies outside the image."""
 
     map: LabelMap
@@ -158,11 +158,11 @@ class RegionLabels(LabelledExamples):
         self._set = found
         labels = dict.fromkeys(region.label for image in found.images for region in image.regions)
         names = list(found.classes) if found.classes is not None else sorted(labels)
-        if unlisted := [label for label in labels if label not in names and label not in _IGNORED]:
+        if unlisted := [label for label in labels if label not in names and not is_ignored(label)]:
             raise DataError(f"{found.source} has labels of classes that it does not list: {enumerated(unlisted)}")
-        things = [name for name in names if name.lower() not in (*_BACKGROUNDS, *_IGNORED)]
+        things = [name for name in names if not is_background(name) and name.lower() not in _IGNORED]
         self._label = {name: place for place, name in enumerate(things, start=1)}
-        self._label |= {name: 0 for name in names if name.lower() in _BACKGROUNDS}
+        self._label |= {name: 0 for name in names if is_background(name)}
         self._label |= {name: IGNORE_INDEX for name in _IGNORED if name not in things}
         self.listed_classes = read_classes([BACKGROUND, *things]).names
         folder, files = _find_images(found, [images] if images is not None else found.folders)
@@ -188,41 +188,10 @@ class RegionLabels(LabelledExamples):
         """
         return self._draw(index).map
 
-    def _draw(self, index: int) -> _Drawn:
+    def _draw(self, index: int) -> Drawn:
         """Draw the regions of an image."""
-        image = self._set.images[index]
-        height, width = image_size(self.path(index), reading=self.reading)
-        require_size(image.source, self.name(index), image.size, (height, width))
-        points = [region for region in image.regions if region.points]
-        # Points do not show where objects end.
-        empty = IGNORE_INDEX if points and len(points) == len(image.regions) else 0
-        labels, several = np.full((height, width), empty, dtype=np.uint8), np.zeros((height, width), dtype=bool)
-        taken = np.zeros((height, width), dtype=bool)
-        boxes, outside = list[LabelledBox](), list[str]()
-        for region in image.regions:
-            if region.box is None:
-                continue
-            box = LabelledBox(self._label[region.label], region.box, rest=0)
-            if (place := box.clipped(height, width)) is None:
-                outside.append(region.name)
-                continue
-            labels[place[1] : place[3], place[0] : place[2]] = IGNORE_INDEX
-            boxes += [] if box.label == IGNORE_INDEX else [box]
-        for region in image.regions:
-            if region.draw is None:
-                continue
-            with naming(image.source, f"{region.name or region.label} of {self.name(index)}"):
-                mask = region.draw(height, width)
-            label = self._label[region.label]
-            several |= mask & taken & (labels != label)
-            labels[mask], taken = label, taken | mask
-        radius = max(1.0, _POINT * min(height, width))
-        for region in points:
-            within = [(x, y) for x, y in region.points if 0 <= x <= width and 0 <= y <= height]
-            outside += [] if within else [region.name]
-            for x, y in within:
-                labels[ellipse(x, y, radius, radius)(height, width)] = self._label[region.label]
-        return _Drawn(LabelMap(torch.from_numpy(labels), boxes=tuple(boxes)), int(several.sum()), outside)
+        size = image_size(self.path(index), reading=self.reading)
+        return draw_regions(self._set.images[index], size, self._label, name=self.name(index))
 
     def require_images(self) -> None:
         """Draw all regions once, to find faults before any work; say what is skipped, and where labels overlap.
@@ -259,6 +228,55 @@ class RegionLabels(LabelledExamples):
                 "%s: %d pixels of %s have labels of several classes; the later one wins. The first image is %s",
                 *(found.source, sum(several.values()), counted(len(several), "image"), next(iter(several))),
             )
+
+
+def draw_regions(
+    image: RegionImage, size: tuple[int, int], labels: Mapping[str, int], *, name: str, rest: int = 0
+) -> Drawn:
+    """Draw the regions of an image as a label map.
+
+    Args:
+        image: the regions.
+        size: height and width of the image file.
+        labels: class of each name; 255 for pixels without a class.
+        name: of the image, in messages.
+        rest: class of pixels outside all regions, unless there are only points: the background, or 255 for none.
+
+    Raises:
+        DataError: the listed size is another one, or a region is invalid.
+    """
+    height, width = size
+    require_size(image.source, name, image.size, size)
+    points = [region for region in image.regions if region.points]
+    # Points do not show where objects end.
+    empty = IGNORE_INDEX if points and len(points) == len(image.regions) else rest
+    drawn, several = np.full(size, empty, dtype=np.uint8), np.zeros(size, dtype=bool)
+    taken = np.zeros(size, dtype=bool)
+    boxes, outside = list[LabelledBox](), list[str]()
+    for region in image.regions:
+        if region.box is None:
+            continue
+        box = LabelledBox(labels[region.label], region.box, rest=rest)
+        if (place := box.clipped(height, width)) is None:
+            outside.append(region.name)
+            continue
+        drawn[place[1] : place[3], place[0] : place[2]] = IGNORE_INDEX
+        boxes += [] if box.label == IGNORE_INDEX else [box]
+    for region in image.regions:
+        if region.draw is None:
+            continue
+        with naming(image.source, f"{region.name or region.label} of {name}"):
+            mask = region.draw(height, width)
+        label = labels[region.label]
+        several |= mask & taken & (drawn != label)
+        drawn[mask], taken = label, taken | mask
+    radius = max(1.0, _POINT * min(height, width))
+    for region in points:
+        within = [(x, y) for x, y in region.points if 0 <= x <= width and 0 <= y <= height]
+        outside += [] if within else [region.name]
+        for x, y in within:
+            drawn[ellipse(x, y, radius, radius)(height, width)] = labels[region.label]
+    return Drawn(LabelMap(torch.from_numpy(drawn), boxes=tuple(boxes)), int(several.sum()), outside)
 
 
 @contextmanager
@@ -481,6 +499,16 @@ def _area(ring: Sequence[tuple[int, int]]) -> float:
     return float((x * np.roll(y, -1) - np.roll(x, -1) * y).sum() / 2)
 
 
+def is_background(name: str) -> bool:
+    """Whether a name is one of the background."""
+    return name.lower() in _BACKGROUNDS
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a name is that of pixels without a class."""
+    return name in _IGNORED
+
+
 def things(classes: Sequence[str]) -> Mapping[int, str]:
     """Return the classes that are written as regions: all but the background."""
-    return {label: name for label, name in enumerate(classes) if name.lower() not in _BACKGROUNDS}
+    return {label: name for label, name in enumerate(classes) if not is_background(name)}

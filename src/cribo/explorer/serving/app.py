@@ -1,5 +1,6 @@
 """The application: the operations behind the checks of tokens, hosts, origins and rates."""
 
+import base64
 import logging
 import secrets
 import time
@@ -79,14 +80,27 @@ class Gate:
 
     def _require_token(self, scope: Scope, client: str, token: str) -> None:
         attempt = self._failures.begin(client)
-        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not secrets.compare_digest(given.strip().encode(), token.encode()):
+        given = _given_token(Headers(scope=scope).get("authorization", ""))
+        if given is None or not secrets.compare_digest(given, token.encode()):
             raise Denied(
                 HTTPStatus.UNAUTHORIZED,
                 "The token is missing or wrong: send the header Authorization: Bearer TOKEN.",
                 {"www-authenticate": "Bearer"},
             )
         self._failures.succeed(attempt)
+
+
+def _given_token(authorization: str) -> bytes | None:
+    """Return the token of a header: of Bearer, or the password of Basic, which tools offer; None for others."""
+    kind, _, given = authorization.partition(" ")
+    if kind.lower() == "bearer":
+        return given.strip().encode()
+    if kind.lower() == "basic":
+        try:
+            return base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+        except ValueError:
+            return None
+    return None
 
 
 class _Rate:
@@ -128,6 +142,7 @@ def build_app(
     token: str | None,
     hosts: frozenset[str],
     operations: Sequence[Operation] = OPERATIONS,
+    closing: Sequence[Callable[[], None]] = (),
 ) -> Starlette:
     """Build the application of a server.
 
@@ -136,6 +151,7 @@ def build_app(
         token: the token that requests need; None for none.
         hosts: host names of the server.
         operations: the operations.
+        closing: called when the application ends, before the service is closed.
     """
 
     async def openapi(service: Service, request: Request) -> Response:
@@ -149,6 +165,8 @@ def build_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
+        for close in closing:
+            close()
         service.close()
 
     return Starlette(

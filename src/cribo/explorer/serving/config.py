@@ -14,10 +14,14 @@ class ServeConfig:
 
     Attributes:
         memory: memory file, as `cribo segment --memory` writes it. It is read again when another command changes it.
+            With --label_studio, it grows, and may be new.
         backbone: the backbone with which the memory was created.
         batch_size: number of images that are labelled at once, if so many are waiting. Lower it if the device runs out
             of memory.
         device: such as cuda:0 or cpu. [the first GPU, else the CPU]
+        label_studio: address of a Label Studio, such as http://127.0.0.1:8080, to be its ML backend: annotations that
+            are submitted there are added to the memory file. Images are fetched from this address only, with the access
+            token of LABEL_STUDIO_API_KEY or --label_studio_key_file.
 
     Raises:
         ConfigError: a value is out of range.
@@ -27,6 +31,7 @@ class ServeConfig:
     backbone: BackboneSource
     batch_size: Annotated[int, at_least(1)] = 8
     device: str | None = None
+    label_studio: str | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)

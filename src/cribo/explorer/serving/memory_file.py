@@ -72,8 +72,7 @@ class MemoryFile:
         self.file = file.expanduser()
         self._batch_size = batch_size
         self._state = self._current_state()
-        # Read without the backbone first: its errors are found before the weights are loaded.
-        SegmentationMemory.load(self.file, None, device="cpu")
+        self._check()
         network, _ = open_network(backbone)
         self._network = network.eval().to(resolve_device(device))
         self.memory = self._load()
@@ -142,6 +141,10 @@ class MemoryFile:
         except (InputError, OSError) as error:
             self.problem = str(error)
             log.warning("the memory has changed, but cannot be read; the previous one is still used: %s", error)
+
+    def _check(self) -> None:
+        """Read the file without the backbone: errors are found before the weights are loaded."""
+        SegmentationMemory.load(self.file, None, device="cpu")
 
     def _load(self) -> SegmentationMemory:
         memory = SegmentationMemory.load(self.file, self._network, batch_size=self._batch_size)

@@ -60,7 +60,7 @@ async def _features(service: Service, request: Request) -> Response:
 
 async def _memory(service: Service, request: Request) -> Response:
     memory = service.memory.memory
-    choice = memory.fit()
+    choice = memory.fit() if len(memory) else None  # a new memory has no examples
     palette = [f"#{red:02x}{green:02x}{blue:02x}" for red, green, blue in memory.palette]
     return JSONResponse(
         {
@@ -70,8 +70,8 @@ async def _memory(service: Service, request: Request) -> Response:
                 {"name": name, "classes": memory.classes_of(number)} for number, name in enumerate(memory.names)
             ],
             "patches": memory.patches,
-            "probe": str(choice.probe),
-            "expected": choice.expected,
+            "probe": "" if choice is None else str(choice.probe),
+            "expected": None if choice is None else choice.expected,
             "uncalibrated": memory.uncalibrated,
             "settings": asdict(memory.settings),
             "fingerprint": memory.fingerprint,
@@ -136,7 +136,7 @@ OPERATIONS = (
                         record({"name": string(), "classes": mapping(number(), "share of each class")}),
                     ),
                     "patches": integer("number of labelled patches"),
-                    "probe": string("what labels the patches"),
+                    "probe": string("what labels the patches; empty without examples"),
                     "expected": {
                         "type": ["number", "null"],
                         "description": "mIoU on left-out examples, 0 to 1; null if it cannot be measured",

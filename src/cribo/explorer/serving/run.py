@@ -23,6 +23,7 @@ def serve_memory(
     console: Console,
     token: str | None = None,
     open_to_all: bool = False,
+    label_studio_key: str | None = None,
 ) -> None:
     """Serve a memory over HTTP until Ctrl-C or SIGTERM, and finish running requests.
 
@@ -35,6 +36,7 @@ def serve_memory(
         console: console for the address of the server.
         token: token that requests need; None for none.
         open_to_all: whether other machines need no token.
+        label_studio_key: access token of a user of Label Studio, to fetch images.
 
     Raises:
         ConfigError: other machines could use the server without a token.
@@ -51,12 +53,27 @@ def serve_memory(
     with exit_on_sigterm(), listening(host, port) as (listener, address):
         with loading(console):
             from cribo.explorer.serving.app import build_app
+            from cribo.explorer.serving.growing import GrowingMemory
+            from cribo.explorer.serving.label_studio.host import Host
+            from cribo.explorer.serving.label_studio.routes import MLBackend
             from cribo.explorer.serving.memory_file import MemoryFile
+            from cribo.explorer.serving.routes import OPERATIONS
             from cribo.explorer.serving.service import Service
 
-            memory = MemoryFile(config.memory, config.backbone, batch_size=config.batch_size, device=config.device)
+            tool = None
+            if config.label_studio is not None:
+                tool = Host(config.label_studio, label_studio_key, max_bytes=pictures.bytes, timeout=requests.timeout)
+            opened = MemoryFile if tool is None else GrowingMemory
+            memory = opened(config.memory, config.backbone, batch_size=config.batch_size, device=config.device)
         service = Service(memory, pictures, requests, batch_size=config.batch_size)
-        app = build_app(service, token=token, hosts=host_names(host))
+        backend = None if tool is None else MLBackend(service, tool)
+        app = build_app(
+            service,
+            token=token,
+            hosts=host_names(host),
+            operations=OPERATIONS if backend is None else (*OPERATIONS, *backend.operations),
+            closing=[] if backend is None else [backend.close],
+        )
         served = memory.memory
         console.print(
             f"Serving {counted(len(served), 'example')} of {counted(len(served.classes), 'class', 'classes')} at "

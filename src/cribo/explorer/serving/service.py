@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -15,6 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
 from cribo.base.errors import InputError, MissingPackage, TooManyPixels, UnreadableImage, is_out_of_memory
+from cribo.base.files import parse_json
+from cribo.data.labelled.inputs import DecodedImage
 from cribo.explorer.access import Denied
 from cribo.explorer.config import Limits
 from cribo.explorer.serving.batches import Batches, Compute
@@ -58,6 +60,10 @@ class Service:
         self._batches.close()
         self._threads.shutdown()
 
+    def submit(self, compute: Compute, item: Any) -> Future[Any]:
+        """Compute something in the thread of the memory, after what is waiting; see `Batches.submit`."""
+        return self._batches.submit(compute, item)
+
     async def compute(self, request: Request, compute: Compute, encode: Callable[[Any], Result]) -> Result:
         """Read the picture of a request, compute with it, and encode the result.
 
@@ -69,24 +75,57 @@ class Service:
         Raises:
             Denied: the request is invalid, or the server is busy.
         """
+        async with self.admitted():
+            read = partial(self.decode, await self._content(request))
+            return await self.process(request, read, compute, encode)
+
+    async def process(
+        self, request: Request, read: Callable[[], DecodedImage], compute: Compute, encode: Callable[[Any], Result]
+    ) -> Result:
+        """Read an image of a request, compute with it, and encode the result; see `compute`.
+
+        `read` is called in another thread.
+        """
         run = asyncio.get_running_loop().run_in_executor
-        async with self._admitted():
-            content = await self._content(request)
-            async with self._decoded:
-                try:
-                    read = partial(self.memory.read, content, max_pixels=self.pictures.pixels)
-                    image = await run(self._threads, read)
-                    del content, read
-                    result = await self._computed(request, compute, image)
-                    return await run(self._threads, encode, result)
-                except Denied:
-                    raise
-                except Exception as error:
-                    clear_frames(error.__traceback__)  # which have the image
-                    raise self._as_denied(error) from error
+        async with self._decoded:
+            try:
+                image = await run(self._threads, read)
+                del read
+                result = await self._computed(request, compute, image)
+                return await run(self._threads, encode, result)
+            except Denied:
+                raise
+            except Exception as error:
+                clear_frames(error.__traceback__)  # which have the image
+                raise self.as_denied(error) from error
+
+    def decode(self, content: bytes) -> DecodedImage:
+        """Decode an image within the limits; see `MemoryFile.read`."""
+        return self.memory.read(content, max_pixels=self.pictures.pixels)
+
+    async def json(self, request: Request) -> Mapping[str, Any]:
+        """Return the JSON object in the body of a request.
+
+        Raises:
+            Denied: the body is too large, arrives too slowly or incompletely, or is not a JSON object.
+        """
+        try:
+            found = parse_json(await Request(request.scope, self._limited(request, "The request")).body())
+        except ClientDisconnect as error:
+            raise Denied(HTTPStatus.BAD_REQUEST, "The request was not sent completely.") from error
+        except ValueError as error:
+            raise Denied(HTTPStatus.BAD_REQUEST, f"The body must be JSON: {error}.") from error
+        if not isinstance(found, Mapping):
+            raise Denied(HTTPStatus.BAD_REQUEST, f"The body must be a JSON object, got {found!r:.60}.")
+        return found
 
     @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
+    async def admitted(self) -> AsyncIterator[None]:
+        """Count a request with pictures.
+
+        Raises:
+            Denied: as many as the limit are in progress.
+        """
         if self.active >= self.requests.max_waiting:
             raise Denied(
                 HTTPStatus.SERVICE_UNAVAILABLE,
@@ -102,7 +141,7 @@ class Service:
 
     async def _content(self, request: Request) -> bytes:
         """Return the bytes of the picture, which is the body or a field of a form."""
-        limited = Request(request.scope, self._limited(request))
+        limited = Request(request.scope, self._limited(request, "The picture"))
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         try:
             if kind == "multipart/form-data":
@@ -117,11 +156,11 @@ class Service:
         except ClientDisconnect as error:
             raise Denied(HTTPStatus.BAD_REQUEST, "The picture was not sent completely.") from error
 
-    def _limited(self, request: Request) -> Receive:
+    def _limited(self, request: Request, what: str) -> Receive:
         """Receive a body up to the limit, counting bytes as they arrive, in limited time."""
         most, deadline, arrived = self.pictures.bytes + _FORM_BYTES, time.monotonic() + self.requests.timeout, 0
         announced = request.headers.get("content-length", "")
-        self._require_size(int(announced) if announced.isdecimal() else 0, most)
+        self._require_size(int(announced) if announced.isdecimal() else 0, most, what)
 
         async def receive() -> Message:
             nonlocal arrived
@@ -130,20 +169,20 @@ class Service:
             except TimeoutError as error:
                 raise Denied(
                     HTTPStatus.REQUEST_TIMEOUT,
-                    f"The picture did not arrive within {self.requests.timeout:g} seconds: make it smaller, or start "
+                    f"{what} did not arrive within {self.requests.timeout:g} seconds: make it smaller, or start "
                     "the server with a larger --timeout.",
                 ) from error
             arrived += len(message.get("body", b""))
-            self._require_size(arrived, most)
+            self._require_size(arrived, most, what)
             return message
 
         return receive
 
-    def _require_size(self, size: int, most: int) -> None:
+    def _require_size(self, size: int, most: int, what: str) -> None:
         if size > most:
             raise Denied(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"The picture has more than {self.pictures.max_megabytes:g} MB: make it smaller, or start the server "
+                f"{what} has more than {self.pictures.max_megabytes:g} MB: make it smaller, or start the server "
                 "with a larger --max_megabytes.",
             )
 
@@ -167,7 +206,7 @@ class Service:
             computed.cancel()
             gone.cancel()
 
-    def _as_denied(self, error: Exception) -> Exception:
+    def as_denied(self, error: Exception) -> Exception:
         """Return the response to an error of a picture; other errors are returned unchanged."""
         if isinstance(error, TooManyPixels):
             pixels = error.reason.partition(" are more")[0]

@@ -337,6 +337,16 @@ class SegmentationMemory:
                 f"{IGNORE_INDEX} (no class), got {int(values.max())}: correct the labels, or add classes to the list"
             )
 
+    def add_classes(self, names: Sequence[str]) -> None:
+        """Add classes, which examples may have from now on; labels of the present ones do not change.
+
+        Raises:
+            DataError: a name is present, or there would be more than 255 classes.
+        """
+        with self._lock:
+            self._classes = read_classes([*self.classes, *names]).names
+            self._choice = self._fitted = None
+
     def remove(self, examples: Sequence[int]) -> None:
         """Remove examples by their indices in `names`, or none if an index is invalid.
 
@@ -622,7 +632,7 @@ def _listed(blocks: Sequence[int]) -> str:
     return ", ".join(map(str, blocks))
 
 
-def _name_of(image: ImageLike, number: int) -> str:
+def _name_of(image: ImageLike | DecodedImage, number: int) -> str:
     return os.path.basename(image) if isinstance(image, str | os.PathLike) else f"example {number}"  # noqa: PTH119
 
 

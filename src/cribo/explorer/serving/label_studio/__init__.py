@@ -1,0 +1,1 @@
+"""Label Studio's ML backend: predictions for its tasks, and a memory that grows with its annotations."""
