@@ -8,8 +8,6 @@ import pytest
 from cribo.base.errors import InputError
 from cribo.data.config import PixelOptions
 
-pytest.importorskip("napari_cribo", reason="needs plugins/napari-cribo: pip install -e plugins/napari-cribo")
-
 from napari_cribo.planes import Plane, painted, reading_of
 
 RAMP = np.linspace(100, 4000, 64 * 48).reshape(64, 48).astype(np.uint16)

@@ -9,8 +9,6 @@ import pytest
 from cribo.base.errors import InputError
 from cribo.features.memory import SegmentationMemory
 
-pytest.importorskip("napari_cribo", reason="needs plugins/napari-cribo: pip install -e plugins/napari-cribo")
-
 from napari_cribo.planes import Plane
 from napari_cribo.session import Result, Session, Strokes, Summary
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Integer
+from scipy.ndimage import uniform_filter
 
 from cribo.apps.segment.suggesting import suggest
 from cribo.base.errors import InputError
@@ -131,7 +132,7 @@ class Session:
             else:
                 found.append((plane, segmentation))
                 yield Result(plane, segmentation)
-        if memory.unmeasured is None and choice.expected is not None:
+        if choice.expected is not None:
             examples = f"{len(memory)} example{'s' * (len(memory) > 1)}"
             score = (
                 f"{choice.expected:.0%} mIoU{choice.coverage(len(present))} expected from {examples}, measured on "
@@ -207,8 +208,6 @@ def least_certain(segmentation: Segmentation, side: int) -> tuple[int, int]:
         segmentation: labels and confidence of an image.
         side: side of the square in pixels.
     """
-    from scipy.ndimage import uniform_filter
-
     smooth = uniform_filter(segmentation.confidence.numpy(), size=side, mode="nearest")
     row, column = np.unravel_index(int(smooth.argmin()), smooth.shape)
     return int(row), int(column)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Shaped
 from napari.layers import Image, Labels, Layer, Points
 from napari.qt.threading import create_worker
-from napari.utils.notifications import show_error, show_info, show_warning
+from napari.utils.notifications import notification_manager, show_error, show_info, show_warning
 from qtpy.QtWidgets import (
     QCheckBox,
     QComboBox,
@@ -24,6 +24,7 @@ from qtpy.QtWidgets import (
 
 from cribo.base.errors import InputError
 from cribo.data.labelled.label_maps import IGNORE_INDEX
+from cribo.features.memory import SegmentationMemory
 from napari_cribo.planes import Plane, painted
 from napari_cribo.session import Result, Session, Strokes, Suggestion, Summary
 
@@ -151,7 +152,7 @@ class StrokesWidget(QWidget):
         axes = len(data.shape) - image.rgb - 2
         if has_channels and not axes:
             raise InputError(f"{image.name} has two axes and no channels")
-        place = image.world_to_data(dims.point)[: axes if axes else 0]
+        place = image.world_to_data(dims.point)[:axes]
         index = [min(max(round(each), 0), size - 1) for each, size in zip(place, data.shape, strict=False)]
         return Plane(image.name, data, tuple(index[1:] if has_channels else index), image.rgb, has_channels)
 
@@ -222,8 +223,6 @@ class StrokesWidget(QWidget):
 
     def use_memory(self, path: Path) -> None:
         """Add strokes to the examples in a file from now on, and show its classes."""
-        from cribo.features.memory import SegmentationMemory
-
         try:
             memory = SegmentationMemory.load(path, None)
         except (InputError, OSError) as error:
@@ -281,12 +280,12 @@ class StrokesWidget(QWidget):
             return
         names = [name.strip() for name in self.classes.text().split(",") if name.strip()]
 
-        worker: Any = create_worker(session.label, strokes, planes, names)
+        worker: Any = create_worker(session.label, strokes, planes, names, _ignore_errors=True)
         self._worker = worker
         worker.yielded.connect(lambda result: self._show(images, result))
         worker.returned.connect(self._summarise)
         worker.aborted.connect(lambda: self.report.setText("Stopped."))
-        worker.errored.connect(lambda error: self.report.setText(str(error)))  # napari also shows a notification
+        worker.errored.connect(self._fail)
         worker.finished.connect(self._end)
         self.label.setText("Stop")
         self.report.setText("Labelling…")
@@ -349,6 +348,14 @@ class StrokesWidget(QWidget):
         if summary.suggestion is not None:
             lines.append(f"Paint next: {summary.suggestion.plane.title}.")
         self.report.setText("\n\n".join(lines))
+
+    def _fail(self, error: Exception) -> None:
+        """Show an error: its message if the user can fix it, else with napari's traceback."""
+        self.report.setText(str(error))
+        if isinstance(error, InputError | ImportError | OSError):
+            show_error(str(error))
+        else:
+            notification_manager.receive_error(type(error), error, error.__traceback__)
 
     def _end(self) -> None:
         self._worker = None
