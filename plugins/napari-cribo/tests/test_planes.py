@@ -4,11 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from napari_cribo.planes import Plane, painted, reading_of
 
 from cribo.base.errors import InputError
 from cribo.data.config import PixelOptions
-
-from napari_cribo.planes import Plane, painted, reading_of
 
 RAMP = np.linspace(100, 4000, 64 * 48).reshape(64, 48).astype(np.uint16)
 

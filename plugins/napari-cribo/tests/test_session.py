@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from napari_cribo.planes import Plane
+from napari_cribo.session import Result, Session, Strokes, Summary
 
 from cribo.base.errors import InputError
 from cribo.features.memory import SegmentationMemory
-
-from napari_cribo.planes import Plane
-from napari_cribo.session import Result, Session, Strokes, Summary
 
 BACKBONE = "mean-colour"
 
