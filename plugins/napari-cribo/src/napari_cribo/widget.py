@@ -45,12 +45,12 @@ class StrokesWidget(QWidget):
     own; those that were edited are left as they are.
 
     Args:
-        viewer: the viewer.
+        napari_viewer: the viewer; napari passes it by this name.
     """
 
-    def __init__(self, viewer: "Viewer") -> None:
+    def __init__(self, napari_viewer: "Viewer") -> None:
         super().__init__()
-        self._viewer = viewer
+        self._viewer = viewer = napari_viewer
         self._session: Session | None = None
         self._worker: Any = None
         self._suggestion: Suggestion | None = None
