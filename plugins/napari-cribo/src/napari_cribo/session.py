@@ -202,13 +202,13 @@ class Session:
 
 
 def least_certain(segmentation: Segmentation, side: int) -> tuple[int, int]:
-    """Return the centre of the square with the lowest mean confidence, as row and column.
+    """Return the centre of the square with the lowest mean confidence, as row and column; outside, confidence is 1.
 
     Args:
         segmentation: labels and confidence of an image.
         side: side of the square in pixels.
     """
-    smooth = uniform_filter(segmentation.confidence.numpy(), size=side, mode="nearest")
+    smooth = uniform_filter(segmentation.confidence.numpy(), size=side, mode="constant", cval=1.0)
     row, column = np.unravel_index(int(smooth.argmin()), smooth.shape)
     return int(row), int(column)
 
