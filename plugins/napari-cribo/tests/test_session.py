@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from napari_cribo.planes import Plane
-from napari_cribo.session import Result, Session, Strokes, Summary
+from napari_cribo.session import Result, Session, Strokes, Summary, least_certain
 
 from cribo.base.errors import InputError
-from cribo.features.memory import SegmentationMemory
+from cribo.features.memory import Segmentation, SegmentationMemory
 
 BACKBONE = "mean-colour"
 
@@ -133,3 +134,12 @@ def test_labels_must_be_classes_of_the_memory(tmp_path: Path) -> None:
 def test_nothing_can_be_saved_before_labels(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="label first"):
         Session(BACKBONE).save(tmp_path / "mine.safetensors")
+
+
+def test_the_least_certain_place_is_inside_the_image() -> None:
+    confidence = torch.ones(60, 80)
+    confidence[:, :2] = 0.2
+    labels = torch.zeros(60, 80, dtype=torch.uint8)
+    row, column = least_certain(Segmentation(labels, confidence, {"dark": 1.0}), 16)
+    assert 7 <= row <= 53
+    assert 7 <= column <= 9
