@@ -202,15 +202,17 @@ class Session:
 
 
 def least_certain(segmentation: Segmentation, side: int) -> tuple[int, int]:
-    """Return the centre of the square with the lowest mean confidence, as row and column; outside, confidence is 1.
+    """Return the centre of the square with the lowest mean confidence, as row and column; it lies inside the image.
 
     Args:
         segmentation: labels and confidence of an image.
         side: side of the square in pixels.
     """
-    smooth = uniform_filter(segmentation.confidence.numpy(), size=side, mode="constant", cval=1.0)
-    row, column = np.unravel_index(int(smooth.argmin()), smooth.shape)
-    return int(row), int(column)
+    smooth = uniform_filter(segmentation.confidence.numpy(), size=side, mode="nearest")
+    top, left = (min(side, size - 1) // 2 for size in smooth.shape)
+    inside = smooth[top : smooth.shape[0] - top, left : smooth.shape[1] - left]
+    row, column = np.unravel_index(int(inside.argmin()), inside.shape)
+    return int(row) + top, int(column) + left
 
 
 def _classes(strokes: Sequence[Strokes], names: Sequence[str]) -> list[str]:
