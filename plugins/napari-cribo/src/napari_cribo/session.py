@@ -209,8 +209,9 @@ def least_certain(segmentation: Segmentation, side: int) -> tuple[int, int]:
         side: side of the square in pixels.
     """
     smooth = uniform_filter(segmentation.confidence.numpy(), size=side, mode="nearest")
-    top, left = (min(side, size - 1) // 2 for size in smooth.shape)
-    inside = smooth[top : smooth.shape[0] - top, left : smooth.shape[1] - left]
+    height, width = segmentation.confidence.shape
+    top, left = min(side, height - 1) // 2, min(side, width - 1) // 2
+    inside = smooth[top : height - top, left : width - left]
     row, column = np.unravel_index(int(inside.argmin()), inside.shape)
     return int(row) + top, int(column) + left
 
