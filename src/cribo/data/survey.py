@@ -50,7 +50,7 @@ def surveyed(images: ImageCollection | EncodedImages) -> Reading:
         return reading
     if reading.channels is None:
         found = [values.reshape(-1, 1) for values in found]
-    limits = _limits(np.concatenate(found))
+    limits = percentile_limits(np.concatenate(found))
     reading = replace(reading, range=tuple(limits.ravel().tolist()))
     log.info(
         "values from %s become black to white, the percentiles 0.1 and 99.9 of %s: choose others with --range %s",
@@ -98,8 +98,8 @@ def _starts(side: int) -> list[int]:
     return np.unique(np.linspace(0, max(0, side - _WINDOW), _WINDOWS).astype(int)).tolist()
 
 
-def _limits(values: Real[np.ndarray, "n c"]) -> Float[np.ndarray, "c 2"]:
-    """Return the values of black and white of each channel, to four digits."""
+def percentile_limits(values: Real[np.ndarray, "n c"]) -> Float[np.ndarray, "c 2"]:
+    """Return the values of black and white of each channel: the percentiles 0.1 and 99.9, to four digits."""
     limits = np.empty((values.shape[1], 2))
     for channel, column in enumerate(values.T):
         finite = column[np.isfinite(column)]
