@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cribo.data.readers import WindowedPicture
+    from cribo.data.readers.map_tags import ExtraTag
     from cribo.data.readers.scale import PixelSize
 
 
@@ -30,6 +31,7 @@ class LargeImage:
         size: height and width in pixels.
         reading: how it is read; `max_pixels` limits what is decoded at once.
         pixel_size: size of its pixels as it is read; None if it is unknown.
+        map_tags: TIFF tags of its place on the map, as it is read.
     """
 
     nbytes = 0  # in the queue of images that have been read
@@ -40,8 +42,9 @@ class LargeImage:
         size: tuple[int, int],
         reading: Reading,
         pixel_size: PixelSize | None = None,
+        map_tags: tuple[ExtraTag, ...] = (),
     ) -> None:
-        self.file, self.size, self.reading, self.pixel_size = file, size, reading, pixel_size
+        self.file, self.size, self.reading, self.pixel_size, self.map_tags = file, size, reading, pixel_size, map_tags
 
     @contextmanager
     def open(self) -> Iterator[Bands]:
@@ -129,4 +132,6 @@ def open_large(file: str | os.PathLike[str] | ImageContent, reading: Reading) ->
         UnreadableImage: see `open_windows`.
     """
     with open_windows(file, reading=reading) as picture:
-        return None if picture is None else LargeImage(file, picture.size(), reading, picture.pixel_size)
+        if picture is None:
+            return None
+        return LargeImage(file, picture.size(), reading, picture.pixel_size, picture.map_tags)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cribo.base.colours import Colour
 from cribo.data.labelled.label_maps import IGNORE_INDEX
+from cribo.data.readers.map_tags import ExtraTag
 from cribo.data.readers.scale import MICROMETRES, PixelSize
 from cribo.data.windows import LargeImage
 from cribo.features.memory.large import LabelledRows, label_rows
@@ -27,6 +28,7 @@ LARGE_SUFFIX = ".tif"
 TILE = 256
 """Side of the tiles in pixels."""
 
+_NODATA, _ASCII = 42113, 2  # GDAL's tag, and its type
 _PREVIEW = 2048  # limit on the longer side of the reduced picture in pixels; a divisor of TILE reduces
 
 
@@ -36,10 +38,13 @@ class Tiles:
     Args:
         size: height and width in pixels.
         pixel_size: size of a pixel, which is written if it is in micrometres.
+        map_tags: tags of the place on the map, which are written.
     """
 
-    def __init__(self, size: tuple[int, int], pixel_size: PixelSize | None = None) -> None:
-        self.size, self.pixel_size = size, pixel_size
+    def __init__(
+        self, size: tuple[int, int], pixel_size: PixelSize | None = None, map_tags: tuple[ExtraTag, ...] = ()
+    ) -> None:
+        self.size, self.pixel_size, self.map_tags = size, pixel_size, map_tags
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (removed with the object)
         self._lengths: list[int] = []
 
@@ -59,6 +64,8 @@ class Tiles:
         if palette is not None:
             colours = np.zeros((3, 256), np.uint16)
             colours[:, : len(palette)] = np.array(palette, np.uint16).T * 257
+        # On a map, pixels without a class are no data.
+        nodata = [(_NODATA, _ASCII, 0, str(IGNORE_INDEX), True)] if self.map_tags and palette is not None else []
         resolution: dict[str, Any] = {}
         if self.pixel_size is not None and self.pixel_size.unit == MICROMETRES:
             per_centimetre = 10_000 / self.pixel_size.width, 10_000 / self.pixel_size.height
@@ -73,6 +80,7 @@ class Tiles:
             photometric="minisblack" if colours is None else "palette",
             colormap=colours,
             metadata=None,
+            extratags=[*self.map_tags, *nodata],
             **resolution,
         )
 
@@ -111,7 +119,7 @@ def label_large(memory: SegmentationMemory, image: LargeImage) -> LabelledLargeI
     Raises:
         UnreadableImage: pixels cannot be decoded.
     """
-    labels, confidence = (Tiles(image.size, image.pixel_size) for _ in range(2))
+    labels, confidence = (Tiles(image.size, image.pixel_size, image.map_tags) for _ in range(2))
     counts, total = torch.zeros(IGNORE_INDEX + 1, dtype=torch.long), 0.0
     pictures, maps = [], []
     step = preview_step(image.size)

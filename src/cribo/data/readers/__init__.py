@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Real, UInt8
     from PIL import Image
 
+    from cribo.data.readers.map_tags import ExtraTag
     from cribo.data.readers.scale import PixelSize
 
 
@@ -142,6 +143,11 @@ class WindowedPicture(Picture):
     @abstractmethod
     def pixel_size(self) -> PixelSize | None:
         """Size of the pixels as the image is read; None if the file does not state it."""
+
+    @property
+    def map_tags(self) -> tuple[ExtraTag, ...]:
+        """TIFF tags of the place of the image on the map, as it is read; none if the file states no place."""
+        return ()
 
     @abstractmethod
     def window(self, top: int, left: int, height: int, width: int) -> Window:

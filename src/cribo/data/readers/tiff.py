@@ -21,6 +21,7 @@ from cribo.data.channels import FULL, Samples, grey_to_8_bits, has_data, require
 from cribo.data.config import Reading
 from cribo.data.readers import ImageKind, Picture, Window, WindowedPicture, pillow
 from cribo.data.readers.headers import nodata_of_tiff, samples_of_tiff
+from cribo.data.readers.map_tags import ExtraTag, map_tags
 from cribo.data.readers.scale import PixelSize, Scale
 from cribo.data.readers.tiff_scale import pixel_size_of_tiff
 
@@ -177,6 +178,11 @@ class _TiffPicture(WindowedPicture):
     @property
     def pixel_size(self) -> PixelSize | None:
         return None if self._stated is None else self._stated.of(self._whole_size, self._scale.size)
+
+    @property
+    def map_tags(self) -> tuple[ExtraTag, ...]:
+        height, width = (whole / read for whole, read in zip(self._whole_size, self._scale.size, strict=True))
+        return map_tags(self._tags, (height, width))
 
     def window(self, top: int, left: int, height: int, width: int) -> Window:
         if self._orientation != 1:

@@ -1,0 +1,55 @@
+"""The tags of a GeoTIFF that say where it lies on the map (OGC GeoTIFF 1.1, section 7), for pictures of its labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SCALE, TIEPOINTS, MATRIX, KEYS, DOUBLES, TEXTS = 33550, 33922, 34264, 34735, 34736, 34737
+_DOUBLE, _ASCII, _SHORT = 12, 2, 3  # types of tags
+_TYPES = {SCALE: _DOUBLE, TIEPOINTS: _DOUBLE, MATRIX: _DOUBLE, KEYS: _SHORT, DOUBLES: _DOUBLE, TEXTS: _ASCII}
+_RASTER_TYPE, _IS_POINT = 1025, 2
+
+ExtraTag = tuple[int, int, int, Any, bool]
+"""Code, type, count, value, and whether only the first page has the tag, as tifffile takes it."""
+
+
+def map_tags(tags: Mapping[int, Any], factors: tuple[float, float]) -> tuple[ExtraTag, ...]:
+    """Return the tags of the place of an image that is resized; none without a place.
+
+    Args:
+        tags: values of the tags of the image, by their code.
+        factors: height and width of its pixels after resizing, in pixels before.
+    """
+    found = {code: tags[code] for code in _TYPES if code in tags}
+    if KEYS not in found or not (MATRIX in found or {SCALE, TIEPOINTS} <= found.keys()):
+        return ()
+    down, across = factors
+    # Coordinates of pixels start at the corner of the first one, or at its centre.
+    start = 0.5 if _is_point(found[KEYS]) else 0.0
+    if SCALE in found:
+        width, height, *others = found[SCALE]
+        found[SCALE] = (width * across, height * down, *others)
+    if TIEPOINTS in found:
+        points = [found[TIEPOINTS][place : place + 6] for place in range(0, len(found[TIEPOINTS]), 6)]
+        found[TIEPOINTS] = tuple(
+            number
+            for column, row, *others in points
+            for number in ((column + start) / across - start, (row + start) / down - start, *others)
+        )
+    if MATRIX in found:
+        rows = [found[MATRIX][place : place + 4] for place in range(0, 16, 4)]
+        shifts = start * (across - 1), start * (down - 1)
+        found[MATRIX] = tuple(
+            number
+            for x, y, z, origin in rows
+            for number in (x * across, y * down, z, origin + x * shifts[0] + y * shifts[1])
+        )
+    # A text is counted and ended by tifffile.
+    return tuple((code, _TYPES[code], 0 if code == TEXTS else len(value), value, True) for code, value in found.items())
+
+
+def _is_point(keys: tuple[int, ...]) -> bool:
+    """Whether coordinates of pixels are those of their centres."""
+    entries = (keys[place : place + 4] for place in range(4, len(keys), 4))
+    return any(entry[0] == _RASTER_TYPE and entry[3] == _IS_POINT for entry in entries)
