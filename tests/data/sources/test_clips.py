@@ -12,7 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cribo.base.errors import DataError, UnreadableImage
+from cribo.base.errors import DataError, InputError, UnreadableImage
+from cribo.data.config import Reading
 from cribo.data.samples import LazyImage
 from cribo.data.scenes import Scenes
 from cribo.data.sources.clips import Clips
@@ -54,6 +55,16 @@ def test_frames_are_ordered_by_number_within_folder_and_prefix(tmp_path: Path) -
         ["a/g1.png", "a/g2.png"],
         ["b/f12.png", "b/f13.png"],
     ]
+
+
+def test_channels_of_frames_are_chosen(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.mp4", "mpeg4", frames=3)
+    frame = open_video_files(tmp_path).load(1)
+    chosen = open_video_files(tmp_path, reading=Reading(channels=(2, 0)))
+    assert torch.equal(chosen.load(1), frame[[2, 0]])
+    for reading in (Reading(channels=(0, 3)), Reading(page=1), Reading(channels=(0, 1), range=(0, 1, 0, 1))):
+        with pytest.raises(InputError, match=r"--(channels|page|range)"):
+            open_video_files(tmp_path, reading=reading)
 
 
 def test_long_videos_are_cut_into_clips_of_nearly_equal_length() -> None:

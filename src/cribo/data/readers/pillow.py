@@ -72,7 +72,7 @@ class _PillowPicture(Picture):
         require_one_picture(self._image)
 
     def pixels(self) -> UInt8[np.ndarray, "h w c"]:
-        require_plain(self.kind, self._reading)
+        require_plain(f"{self.kind.name} images", self._reading)
         return chosen_channels(upright_rgb(self._image, self._reading), self._reading)
 
     def unscaled(self) -> Real[np.ndarray, "h w 1"] | None:
@@ -117,28 +117,28 @@ class _PillowPicture(Picture):
         return self._image
 
 
-def require_plain(kind: ImageKind, reading: Reading) -> None:
-    """Check the reading options for an image of one page and RGB.
+def require_plain(what: str, reading: Reading) -> None:
+    """Check the reading options for images of one page and RGB.
+
+    Args:
+        what: the images in messages, such as `JPEG images`.
+        reading: the options.
 
     Raises:
-        InputError: another page, or a range for each channel.
+        InputError: another page, a range for each channel, or a channel that does not exist.
     """
     if reading.page:
-        raise InputError(f"{kind.name} images have one page, 0, got --page {reading.page}")
+        raise InputError(f"{what} have one page, 0, got --page {reading.page}")
     if reading.range is not None and len(reading.range) > 2:
-        raise InputError(f"a range for each channel is for TIFF, not {kind.name}: give one --range LOW,HIGH")
+        raise InputError(f"a range for each channel is for TIFF, not {what}: give one --range LOW,HIGH")
+    if max(reading.channel_numbers or (0,)) > 2:
+        raise InputError(f"{what} have the channels 0 to 2, got --channels with {max(reading.channel_numbers or ())}")
 
 
 def chosen_channels(pixels: UInt8[np.ndarray, "h w 3"], reading: Reading) -> UInt8[np.ndarray, "h w c"]:
-    """Return the channels of `Reading.channels` of RGB.
-
-    Raises:
-        InputError: a channel does not exist.
-    """
+    """Return the channels of `Reading.channels` of RGB, which `require_plain` has checked."""
     if (channels := reading.channel_numbers) is None:
         return pixels
-    if max(channels) > 2:
-        raise InputError(f"it has the channels 0 to 2, got --channels with {max(channels)}")
     return np.ascontiguousarray(pixels[..., list(channels if len(channels) > 1 else 3 * channels)])
 
 

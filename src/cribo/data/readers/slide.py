@@ -70,7 +70,7 @@ class _Slide(WindowedPicture):
         return height * width
 
     def require_whole(self) -> None:
-        require_plain(self.kind, self._reading)
+        require_plain(f"{self.kind.name} images", self._reading)
 
     def pixels(self) -> UInt8[np.ndarray, "h w c"]:
         return self.window(0, 0, *self.header_size).pixels

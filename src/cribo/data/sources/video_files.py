@@ -16,6 +16,7 @@ from cribo.base.errors import DataError, InputError, TooManyPixels, UnreadableIm
 from cribo.base.packages import require_packages
 from cribo.base.wording import counted
 from cribo.data.config import DEFAULT_READING, Reading
+from cribo.data.readers.pillow import chosen_channels, require_plain
 from cribo.data.sources.images import PackedNames, list_files
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class VideoFiles:
 
     Raises:
         DataError: a file has no video stream, or its header cannot be read.
-        InputError: a pixel size is given, since video files state none.
+        InputError: a pixel size is given, since video files state none; or a page, a range for each channel, or a
+            channel that frames do not have.
         MissingPackage: PyAV is not installed.
     """
 
@@ -53,6 +55,7 @@ class VideoFiles:
                 f"video files state no pixel size, which --pixel_size {reading.pixel_size:g} requires: give "
                 "--pixel_size 0"
             )
+        require_plain("frames of video files", reading)
         require_packages("reading video files", "av", extra="video")
         self.folder, self.reading = os.fspath(folder), reading
         self.names = PackedNames(names)
@@ -71,7 +74,7 @@ class VideoFiles:
         return f"{self.names[file]}/{frame:06d}"
 
     def load(self, index: int) -> UInt8[Tensor, "c h w"]:
-        """Decode a frame as RGB.
+        """Decode a frame as RGB, or the chosen channels of it.
 
         Raises:
             UnreadableImage: the file is damaged or ends before this frame, or the frame has too many pixels.
@@ -81,7 +84,7 @@ class VideoFiles:
         with _errors_as_unreadable(path):
             # A forked worker must not share the position in a file with its parent.
             if reader is None or (reader.path, reader.process) != (path, os.getpid()):
-                reader = _Reader(path, self.reading.max_pixels)
+                reader = _Reader(path, self.reading)
             pixels = reader.read(frame)
         self._reader = reader
         return pixels
@@ -103,14 +106,14 @@ class _Reader:
     Frame `number` is the first one that is shown after (number - 1/2) / rate seconds, whatever was read before.
     """
 
-    def __init__(self, path: str, max_pixels: int) -> None:
+    def __init__(self, path: str, reading: Reading) -> None:
         import av
 
-        self.path, self.process = path, os.getpid()
+        self.path, self.process, self._reading = path, os.getpid(), reading
         self._container = av.open(path)
         self._stream = self._container.streams.video[0]
-        if self._stream.width * self._stream.height > max_pixels:
-            raise TooManyPixels(path, f"{self._stream.width} x {self._stream.height} pixels", max_pixels)
+        if self._stream.width * self._stream.height > reading.max_pixels:
+            raise TooManyPixels(path, f"{self._stream.width} x {self._stream.height} pixels", reading.max_pixels)
         self._frames: Iterator[Any] = iter(())
         self._frame: Any = None
         self._earliest = 0.0  # time from which on `_frame` is the first one, in seconds
@@ -132,7 +135,7 @@ class _Reader:
                 raise UnreadableImage(
                     self.path, f"it has no frame {number}: the file is damaged, or its header is wrong"
                 )
-        pixels = self._frame.to_ndarray(format="rgb24")
+        pixels = chosen_channels(self._frame.to_ndarray(format="rgb24"), self._reading)
         # Phones store upright frames sideways, with the rotation in degrees, counter-clockwise.
         turned = np.ascontiguousarray(np.rot90(pixels, round(self._frame.rotation / 90)))
         return torch.from_numpy(turned).permute(2, 0, 1)
