@@ -22,8 +22,8 @@ def merge_small_regions(labels: UInt8[Tensor, "h w"], min_area: float) -> UInt8[
         min_area: regions with fewer pixels are small.
 
     Example:
-        >>> merge_small_regions(torch.tensor([[0, 0, 0, 1, 2, 2, 2]], dtype=torch.uint8), min_area=3)
-        tensor([[0, 0, 0, 0, 2, 2, 2]], dtype=torch.uint8)
+        >>> merge_small_regions(torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]], dtype=torch.uint8), min_area=3)
+        tensor([[0, 0, 0, 0, 2, 2, 2, 2]], dtype=torch.uint8)
     """
     values = labels.numpy()
     small = _small_regions(values, min_area)
