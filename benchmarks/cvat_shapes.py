@@ -12,12 +12,12 @@ import statistics
 from pathlib import Path
 
 from benchmarks.segmentation import filled
-from examples.tools.cvat_function import without_specks
 
 from cribo.apps.adapt.labelled import open_labelled
 from cribo.data import LabelledSubset
 from cribo.data.config import spread
 from cribo.data.labelled.regions import things, trace
+from cribo.data.labelled.small_regions import merge_small_regions
 from cribo.features.memory import SegmentationMemory
 from cribo.models import load_backbone
 
@@ -39,7 +39,7 @@ def main() -> None:
     for index in spread(len(known.queries), QUERIES):
         truth, labels = known.queries.labels(index), memory.segment(known.queries.load(index)).labels
         patch = memory.encoder.patch_size / memory.settings.factor(*labels.shape)
-        for row, found in zip(counts, (labels, without_specks(labels, patch**2)), strict=True):
+        for row, found in zip(counts, (labels, merge_small_regions(labels, patch**2)), strict=True):
             counts[row].append(len(trace(found.numpy(), things(memory.classes))))
             labelled = truth != known.queries.ignore_index
             correct[row].append(float((found == truth)[labelled].float().mean()))

@@ -11,20 +11,15 @@ names of the classes; `--allow-unmatched-labels` ignores other classes.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import cvat_sdk.auto_annotation as cvataa
-import numpy as np
 import PIL.Image
-import torch
 from cvat_sdk.masks import encode_mask
-from jaxtyping import UInt8
-from scipy import ndimage
-from torch import Tensor
 
 from cribo import SegmentationMemory
 from cribo.apps.segment.instances import Splitter
 from cribo.data.labelled.regions import things, trace
+from cribo.data.labelled.small_regions import merge_small_regions
 
 
 class Segmenter:
@@ -56,7 +51,7 @@ class Segmenter:
         found = self.memory.segment(image)
         height, width = found.labels.shape
         patch = self.memory.encoder.patch_size / self.memory.settings.factor(height, width)
-        found = replace(found, labels=without_specks(found.labels, patch**2))
+        found = replace(found, labels=merge_small_regions(found.labels, patch**2))
         numbers = self.splitter(found).numbers.numpy() if self.splitter.classes else None
         confidence = found.confidence.numpy()
         shapes = []
@@ -74,22 +69,6 @@ class Segmenter:
                 points = [float(value) for value in (*runs, *box)]
                 shapes.append(cvataa.mask(region.label, points, z_order=order, score=score))
         return shapes
-
-
-def without_specks(labels: UInt8[Tensor, "h w"], area: float) -> UInt8[Tensor, "h w"]:
-    """Relabel regions below an area in pixels as the nearest larger region; no-op if all are smaller."""
-    values = labels.numpy()
-    small = np.zeros(values.shape, dtype=bool)
-    for label in np.unique(values):
-        regions = np.zeros(values.shape, dtype=np.int32)
-        ndimage.label(values == label, output=regions)
-        sizes = np.bincount(regions.ravel())
-        sizes[0] = values.size  # the pixels outside
-        small |= (sizes < area)[regions]
-    if small.all():
-        return labels
-    nearest: Any = ndimage.distance_transform_edt(small, return_distances=False, return_indices=True)
-    return torch.from_numpy(values[tuple(nearest)])
 
 
 create = Segmenter

@@ -77,7 +77,7 @@ def _of_results(call: Call) -> dict[str, Any]:
 
 
 def _add_write(parser: Parser) -> None:
-    """Add the option for the formats of other tools."""
+    """Add the options for the formats of other tools."""
     parser.add_argument(
         "--write",
         type=tuple[str, ...],
@@ -85,6 +85,18 @@ def _add_write(parser: Parser) -> None:
         help="also write all labels for other tools: one or more of coco, yolo, cvat, label-studio, labelme, geojson, "
         "voc, and in the coordinates of a map, geotiff and geojson-wgs84, such as coco,yolo",
     )
+    parser.add_argument(
+        "--write_min_area",
+        type=int,
+        default=0,
+        help="in the files of --write, give regions with fewer pixels the label of the nearest larger region, so that "
+        "people can correct them; such as 196, a patch of 14 x 14. Label maps stay exact; not with --instances",
+    )
+
+
+def _written(call: Call) -> dict[str, Any]:
+    """Return the keyword arguments of the files of other tools."""
+    return {name: call.options[name] for name in ("write", "write_min_area")}
 
 
 def run(call: Call) -> None:
@@ -98,7 +110,7 @@ def run(call: Call) -> None:
     segmented = segment_images(
         config,
         suggestions=call.options.suggest,
-        write=call.options.write,
+        **_written(call),
         **_of_results(call),
     )
     _print_segmented(call, segmented, {"label next": SUGGESTED} if call.options.suggest else {})
@@ -212,7 +224,7 @@ def _label_video(call: Call) -> None:
     segmented = segment_video(
         config,
         settings,
-        write=call.options.write,
+        **_written(call),
         **_of_results(call),
     )
     _print_segmented(call, segmented)
@@ -257,7 +269,7 @@ def _apply_segmenter(call: Call) -> None:
 
     segmented = apply_segmenter(
         config,
-        write=call.options.write,
+        **_written(call),
         **_of_results(call),
     )
     _print_segmented(call, segmented)

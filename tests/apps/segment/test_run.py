@@ -30,6 +30,7 @@ from cribo.base.errors import ConfigError, DataError, FolderError, InputError, M
 from cribo.base.job import ACCOUNTS, RECORD, read_record
 from cribo.cli import main
 from cribo.data.labelled.coco import CocoLabels
+from cribo.data.labelled.regions import trace
 from cribo.features import BackboneSource
 from cribo.features.memory.memory import SegmentationMemory
 from cribo.features.memory.settings import SegmentationSettings
@@ -190,6 +191,38 @@ def test_coco_labels_equal_the_label_maps(folder: Path) -> None:
     segment_images(config(folder), out=folder / "second", pictures=0, write=("coco",))
     again = CocoLabels(folder / "second" / "coco.json", folder / "images")
     assert again.classes == ["background", "sky", "car", "tree"]
+
+
+def test_small_regions_are_merged_in_the_files_of_other_tools_only(folder: Path) -> None:
+    """The images have regions of one and two patches, and one of three."""
+    common = ["segment", str(folder / "images"), "--backbone", "mean-colour", "--examples", str(folder / "examples")]
+    common += ["--head", "knn", "--neighbours", "1", "--refine", "none", "--scale", "1", "--device", "cpu"]
+
+    def regions(out: str, *words: str) -> tuple[int, dict[str, bytes]]:
+        place = folder / out
+        assert main([*common, "--out", str(place), "--pictures", "0", "--write", "coco,geojson", *words]) == 0
+        read = [CocoLabels(place / "coco.json", folder / "images").labels(number).numpy() for number in range(3)]
+        polygons = sum(len(json.loads(file.read_text())["features"]) for file in place.rglob("*.geojson"))
+        assert polygons == sum(len(trace(labels, range(1, 5))) for labels in read)
+        return polygons, {path.name: path.read_bytes() for path in (place / "labels").rglob("*.png")}
+
+    exact, label_maps = regions("exact")
+    fewer, same = regions("merged", "--write_min_area", str(2 * PATCH**2))
+    assert fewer < exact
+    assert label_maps == same
+    # Complete results are written again.
+    assert regions("exact", "--resume", "--write_min_area", str(2 * PATCH**2)) == (fewer, label_maps)
+
+
+@pytest.mark.parametrize(
+    ("options", "write", "area"), [({}, (), 9), ({}, ("coco",), -1), ({"instances": ("car",)}, ("coco",), 9)]
+)
+def test_small_regions_are_merged_in_written_regions_only(
+    folder: Path, options: dict[str, object], write: tuple[str, ...], area: int
+) -> None:
+    with pytest.raises(ConfigError, match="write_min_area"):
+        segment_images(config(folder, **options), out=folder / "out", write=write, write_min_area=area)
+    assert not (folder / "out").exists()
 
 
 def test_an_interrupted_command_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from cribo.apps.segment.large import LARGE_SUFFIX, LabelledLargeImage
 from cribo.apps.segment.results import KIND, OUT, SUMMARY, Record, Segmented, changes_between
 from cribo.apps.segment.suggesting import suggest
 from cribo.apps.segment.targets import open_targets, place_of
-from cribo.apps.segment.writing import LabelResults, ResultWriter
+from cribo.apps.segment.writing import LabelResults, ResultWriter, check_min_area
 from cribo.base.bounds import at_least
 from cribo.base.console import Phases
 from cribo.base.devices import resolve_device, resolve_threads
@@ -67,6 +67,7 @@ def segment_images(
     pictures: int = 6,
     suggestions: int = 0,
     write: Sequence[str] = (),
+    write_min_area: int = 0,
     command: str = "",
     console: Console | None = None,
 ) -> Segmented:
@@ -83,6 +84,7 @@ def segment_images(
         pictures: number of images in the overview; 0 for no overview.
         suggestions: number of images to suggest for labelling next.
         write: formats of `LABEL_FORMATS` in which all labels are written, too.
+        write_min_area: in these, regions with fewer pixels get the label of the nearest larger region.
         command: command line to record in the results.
         console: console for progress.
 
@@ -96,6 +98,7 @@ def segment_images(
     console = console or Console(quiet=True)
     started = time.perf_counter()
     at_least(0).check(pictures=pictures)
+    check_min_area(write_min_area, write, config.instances)
     formats = written_formats(write)
     job = Job(
         out or OUT / f"{collection_name(config.images)}{config.share.suffix}",
@@ -158,7 +161,7 @@ def segment_images(
             raise Stopped(f"the images can no longer be read: see {SUMMARY} in {results.folder}")
         results.draw_overview(pictures)
         for each in formats:
-            results.write(each, tasks, progress)
+            results.write(each, tasks, progress, min_area=write_min_area)
         if suggestions and results.records:
             _suggest(results, suggestions, progress)
         return results.segmented(time.perf_counter() - started, seconds)

@@ -12,7 +12,7 @@ from cribo.apps.segment.labeller import LabelledImage, PixelLabeller
 from cribo.apps.segment.results import OUT, Segmented
 from cribo.apps.segment.run import label_collection
 from cribo.apps.segment.targets import open_targets, place_of
-from cribo.apps.segment.writing import LabelResults
+from cribo.apps.segment.writing import LabelResults, check_min_area
 from cribo.base.bounds import at_least
 from cribo.base.colours import Colour, class_colours
 from cribo.base.console import Phases
@@ -43,6 +43,7 @@ def apply_segmenter(
     overwrite: bool = False,
     pictures: int = 6,
     write: Sequence[str] = (),
+    write_min_area: int = 0,
     command: str = "",
     console: Console | None = None,
 ) -> Segmented:
@@ -56,6 +57,7 @@ def apply_segmenter(
         overwrite: replace existing results in `out`.
         pictures: number of images in the overview; 0 for no overview.
         write: formats of `LABEL_FORMATS` in which all labels are written, too.
+        write_min_area: in these, regions with fewer pixels get the label of the nearest larger region.
         command: command line to record in the results.
         console: console for progress.
 
@@ -67,6 +69,7 @@ def apply_segmenter(
     """
     console, started = console or Console(quiet=True), time.perf_counter()
     at_least(0).check(pictures=pictures)
+    check_min_area(write_min_area, write)
     formats = written_formats(write)
     job = Job(
         out or OUT / collection_name(config.images),
@@ -102,7 +105,7 @@ def apply_segmenter(
         results.finish(about, seconds)
         results.draw_overview(pictures)
         for each in formats:
-            results.write(each, {}, progress)
+            results.write(each, {}, progress, min_area=write_min_area)
     return results.segmented(time.perf_counter() - started, seconds)
 
 

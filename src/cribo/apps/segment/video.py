@@ -20,7 +20,7 @@ from torch import Tensor
 from cribo.apps.segment.config import VideoConfig
 from cribo.apps.segment.results import OUT, Segmented
 from cribo.apps.segment.targets import open_targets, result_name
-from cribo.apps.segment.writing import LabelResults
+from cribo.apps.segment.writing import LabelResults, check_min_area
 from cribo.base.bounds import at_least
 from cribo.base.colours import class_colours
 from cribo.base.console import Phases
@@ -59,6 +59,7 @@ def segment_video(
     overwrite: bool = False,
     pictures: int = 6,
     write: Sequence[str] = (),
+    write_min_area: int = 0,
     command: str = "",
     console: Console | None = None,
 ) -> Segmented:
@@ -76,6 +77,7 @@ def segment_video(
         overwrite: replace existing results in `out`.
         pictures: number of frames in the overview; 0 for no overview.
         write: formats of `LABEL_FORMATS` in which all labels are written, too.
+        write_min_area: in these, regions with fewer pixels get the label of the nearest larger region.
         command: command line to record in the results.
         console: console for progress.
 
@@ -87,6 +89,7 @@ def segment_video(
     """
     console, settings, started = console or Console(quiet=True), settings or PropagationSettings(), time.perf_counter()
     at_least(0).check(pictures=pictures)
+    check_min_area(write_min_area, write)
     formats = written_formats(write)
     job = Job(
         out or OUT / collection_name(config.images),
@@ -129,7 +132,7 @@ def segment_video(
         results.finish(about_results, seconds)
         results.draw_overview(pictures)
         for each in formats:
-            results.write(each, examples.tasks, progress)
+            results.write(each, examples.tasks, progress, min_area=write_min_area)
     return results.segmented(time.perf_counter() - started, seconds)
 
 

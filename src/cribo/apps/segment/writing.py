@@ -43,10 +43,11 @@ from cribo.apps.segment.results import (
     write_summary,
 )
 from cribo.apps.segment.targets import result_name
+from cribo.base.bounds import at_least
 from cribo.base.colours import Colour
 from cribo.base.console import Progress
 from cribo.base.drawing import write_figure
-from cribo.base.errors import DataError, InputError, UnreadableImage
+from cribo.base.errors import ConfigError, DataError, InputError, UnreadableImage
 from cribo.base.files import write_folder_whole, write_whole
 from cribo.base.job import Job
 from cribo.data.config import DEFAULT_READING, Reading, spread
@@ -54,6 +55,7 @@ from cribo.data.labelled.formats import LabelFormat
 from cribo.data.labelled.georeferenced import Georeference, read_georeference
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Labelling, Task, write_labels
 from cribo.data.labelled.scaling import resized
+from cribo.data.labelled.small_regions import merge_small_regions
 from cribo.data.reading import full_size, read_values
 from cribo.data.sources.collection import ImageCollection
 from cribo.data.sources.images import EncodedImages, ImageSource
@@ -255,20 +257,23 @@ class LabelResults:
                         "geotiff or geojson-wgs84, or raise the limit"
                     )
 
-    def write(self, labels_format: LabelFormat, tasks: Mapping[str, Task], progress: Progress) -> None:
+    def write(
+        self, labels_format: LabelFormat, tasks: Mapping[str, Task], progress: Progress, *, min_area: int = 0
+    ) -> None:
         """Write all labels in a format of the table, to a file or a folder.
 
         Args:
             labels_format: a format that can be written.
             tasks: what the tool of the examples' labels knows of images, by name.
             progress: progress callback.
+            min_area: merge regions with fewer pixels of the label map into larger ones; see `merge_small_regions`.
         """
         sizes = {name: self._full_size(name) for name in self.records}
         done = itertools.count(1)
 
         def labels(name: str) -> UInt8[Tensor, "h w"]:
             progress(labels_format.written, next(done), len(sizes))
-            return at_resolution(self._split_labels(name), name)
+            return at_resolution(merge_small_regions(self._split_labels(name), min_area), name)
 
         def at_resolution(values: Tensor, name: str) -> Tensor:
             return values if labels_format.any_resolution else resized(values, sizes[name])
@@ -351,6 +356,22 @@ class LabelResults:
 
     def _instances(self, name: str) -> Int32[Tensor, "h w"]:
         return read_instances(instances_file(self.folder, name))
+
+
+def check_min_area(write_min_area: int, write: Sequence[str], instances: Sequence[str] = ()) -> None:
+    """Check the area below which regions are merged in the files of other tools.
+
+    Raises:
+        ConfigError: it is negative, there are no such files, or classes are split into instances.
+    """
+    at_least(0).check(write_min_area=write_min_area)
+    if write_min_area and not write:
+        raise ConfigError("--write_min_area requires --write, the formats in which small regions are merged")
+    if write_min_area and instances:
+        raise ConfigError(
+            "--write_min_area cannot be combined with --instances, which splits the exact labels: use --min_area, "
+            "which leaves out smaller instances"
+        )
 
 
 def _read_grey(path: Path) -> UInt8[Tensor, "h w"]:
