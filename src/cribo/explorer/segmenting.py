@@ -357,14 +357,14 @@ class Session:
             raise Refused("The memory is full: download the examples, and label the other images with cribo segment.")
         painting, image = self._paintings[key], self.image(key)
         encoded = image.load(ENCODED)
-        labels = resize_labels(painting.labels, (encoded.shape[1], encoded.shape[2]))
+        painted = _with_data(painting.labels, image)
+        if not bool((painted != IGNORE_INDEX).any()):
+            raise Refused("The picture has no data in the painted region: paint elsewhere.")
+        labels = resize_labels(painted, (encoded.shape[1], encoded.shape[2]))
         if not bool((labels != IGNORE_INDEX).any()):
             raise Refused("The painted region is too small: paint more.")
-        labels = _with_data(labels, image)
-        if not bool((labels != IGNORE_INDEX).any()):
-            raise Refused("The picture has no data in the painted region: paint elsewhere.")
         self._memory.add(encoded, labels, name=key)
-        painting.confirmed = painting.labels
+        painting.labels = painting.confirmed = painted
         self._fitted_probe = None
 
     def _remove(self, key: str) -> None:
