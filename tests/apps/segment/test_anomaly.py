@@ -110,14 +110,18 @@ def write_without_data(path: str, green: int, columns: int) -> None:
 
 
 def test_pixels_without_data_are_no_anomalies() -> None:
-    write_without_data("images/part.tif", 123, 40)  # 2.5 patches
+    write_without_data("images/normal.tif", 123, 44)
+    write_without_data("images/part.tif", 90, 44)  # 2.75 patches
     write_without_data("images/none.tif", 123, 128)
+    write("images/whole.png", 90)
     found = find_anomalies(config(), SETTINGS, out=Path("out"))
     scores = {image.name: image.score for image in found.images}
-    assert scores["part.tif"] == pytest.approx(scores["0.png"], abs=1e-6)
-    distances, whole = (np.array(Image.open(f"out/maps/{name}.png")).astype(int) for name in ("part", "0"))
-    assert not distances[:, :40].any()
-    np.testing.assert_allclose(distances[:, 40:], whole[:, 40:], atol=1)
+    assert scores["normal.tif"] == pytest.approx(scores["0.png"], abs=1e-6)
+    assert scores["part.tif"] == pytest.approx(scores["whole.png"], abs=1e-6)
+    distances, whole = (np.array(Image.open(f"out/maps/{name}.png")).astype(int) for name in ("part", "whole"))
+    assert not distances[:, :44].any()
+    assert distances[:, 44:].min() > 100
+    np.testing.assert_allclose(distances[:, 44:], whole[:, 44:], atol=1)
     drawn = np.array(Image.open("out/overlays/part.jpg"))
     assert drawn[:, :32].max() < 20
     assert list(found.skipped) == ["none.tif"]
@@ -128,7 +132,7 @@ def test_pixels_without_data_are_not_normal() -> None:
     write_without_data("normal/part.tif", 125, 40)
     write_without_data("normal/none.tif", 125, 128)
     values = np.full((64, 128, 3), (60, 123, 60), dtype=np.uint8)
-    values[:, :40] = 0  # black, but data
+    values[:, :44] = 0  # black, but data
     Image.fromarray(values).save("images/black.png")
     write_without_data("images/same.tif", 125, 40)
     found = find_anomalies(config(), SETTINGS, out=Path("out"))
