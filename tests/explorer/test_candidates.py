@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 
@@ -63,6 +64,19 @@ def test_images_with_uncertain_labels_are_suggested_first(candidates: Candidates
         memory.add(image, torch.full((32, 32), label))
     fitted = memory.fitted_with(Choice(probe_of(encoder), 1.0, None, None, {}, ""))
     assert candidates.order(fitted, [], {0, 5}, 1)[0] in (3, 4)
+
+
+def test_patches_without_data_are_not_suggested(encoder: SharedNetwork, tmp_path: Path) -> None:
+    red, blue, black = (200, 30, 30), (30, 30, 200), (0, 0, 0)
+    pictures = [((red, 4),), ((red, 2), (black, 4)), ((blue, 1),), ((black, 4),)]
+    for number, parts in enumerate(pictures):
+        values = np.concatenate([np.full((16, 16 * patches, 3), colour, np.uint8) for colour, patches in parts], axis=1)
+        nodata = [(42113, "s", 0, "0", True)]
+        tifffile.imwrite(tmp_path / f"{number}.tif", values, photometric="rgb", extratags=nodata)
+    candidates = Candidates(FolderImages(open_images(tmp_path)), empty_memory(encoder).encode, probe_of(encoder).blocks)
+    encode_all(candidates)
+    candidates.stop()
+    assert candidates.order(None, [0], set(), 9) == [2, 1]
 
 
 def test_nothing_is_encoded_while_requests_are_processed(candidates: Candidates) -> None:

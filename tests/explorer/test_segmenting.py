@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 from tests.explorer.conftest import COLOURS, draw_square, encoded
@@ -154,6 +155,53 @@ def test_a_region_is_proposed_for_a_box_or_a_point(session: Session, corners: li
 def test_places_outside_the_picture_are_refused(session: Session, corners: Any) -> None:
     with pytest.raises(Refused, match=r"mark it again"):
         session.propose("c0", corners)
+
+
+def upload_without_data(session: Session) -> None:
+    """Upload a picture of two colours whose first 256 of 1,024 columns have no data: the first 192 that are shown."""
+    values = np.full((64, 1024, 3), 200, dtype=np.uint8)
+    values[:, :256], values[:, 512:] = 0, (30, 30, 160)
+    file = io.BytesIO()
+    tifffile.imwrite(file, values, photometric="rgb", extratags=[(42113, "s", 0, "0", True)])
+    session.upload("part.tif", file.getvalue(), reading=Reading(max_pixels=10**5))
+
+
+def columns(*areas: tuple[int, int, int]) -> torch.Tensor:
+    """Return the painting of a class from one column to another of this picture."""
+    labels = torch.full((48, 768), 255, dtype=torch.uint8)
+    for label, first, last in areas:
+        labels[:, first:last] = label
+    return labels
+
+
+def test_pixels_without_data_have_no_label(visit: Callable[..., Visitors], tmp_path: Path) -> None:
+    session = fresh(visit(tmp_path / "ex"))
+    upload_without_data(session)
+    session.draw("u0", 1.0, to_runs(columns((0, 100, 300), (1, 500, 700))))
+    session.confirm("u0")
+    canvas = session.canvas()
+    assert canvas["painted"] == to_runs(columns((0, 192, 300), (1, 500, 700)))
+    found = from_runs(canvas["predicted"], (48, 768), 2)
+    assert (found[:, :192] == 255).all()
+    assert (found[:, 192:] != 255).all()
+    saved = open_labels(tmp_path / "ex" / "labels" / "part.png").labels
+    assert (saved[:, :256] == 255).all()
+    later = fresh(visit(tmp_path / "ex"))
+    later.open_example(0)
+    assert later.canvas()["painted"] == canvas["painted"]
+
+
+def test_pixels_without_data_are_not_painted(session: Session) -> None:
+    upload_without_data(session)
+    found = from_runs(session.propose("u0", [100, 0, 380, 48]), (48, 768), 1)
+    assert (found[:, :192] == 255).all()
+    assert (found[:, 200:370] == 0).all()
+    with pytest.raises(Refused, match="no data"):
+        session.propose("u0", [20, 20])
+    session.draw("u0", 1.0, to_runs(columns((0, 20, 120))))
+    with pytest.raises(Refused, match="no data"):
+        session.confirm("u0")
+    assert session.examples == []
 
 
 @pytest.mark.parametrize("key", ["c8", "u0", "../a.png", "", "c-1", "c" + "9" * 30])

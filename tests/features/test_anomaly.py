@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from cribo.base.errors import ConfigError, InputError, MissingBlocks
-from cribo.features.anomaly import MOST_LEFT_OUT, NormalPatches, PatchEncoder, image_score, pixel_distances
+from cribo.data.labelled.inputs import DecodedImage
+from cribo.features.anomaly import MOST_LEFT_OUT, NormalPatches, PatchEncoder, has_data, image_score, pixel_distances
 from cribo.features.config import AnomalySettings
 from cribo.features.encoder import mean_colour_backbone
 
@@ -59,14 +60,46 @@ def test_distances_of_pixels_are_interpolated() -> None:
     torch.testing.assert_close(found[1], torch.tensor([0, 0, 0.125, 0.375, 0.625, 0.875, 1, 1]))
 
 
-def test_no_normal_images() -> None:
+def test_patches_without_data_have_no_distance_and_are_not_normal() -> None:
+    first, second, query = grids((3, 4), (2, 2), (2, 5))
+    lost = first.clone()
+    lost[0], query[1, 2] = torch.nan, torch.nan
+    normal = NormalPatches([lost, second])
+    found, known = normal.distances(query), ~query.isnan().any(dim=-1)
+    direct = expected(query[known][None], [torch.cat([first[1:].flatten(0, 1), second.flatten(0, 1)])[None]])[0]
+    torch.testing.assert_close(found[known], direct)
+    assert found[~known].isnan().all()
+    left_out = normal.left_out(0)
+    torch.testing.assert_close(left_out[1:], expected(first[1:], [second]))
+    assert left_out[0].isnan().all()
+    torch.testing.assert_close(normal.left_out(1), expected(second, [first[1:]]))
+    assert image_score(found) == pytest.approx(float(direct.max()))
+
+
+def test_distances_of_pixels_are_those_of_patches_with_data() -> None:
+    found = pixel_distances(torch.tensor([[torch.nan, 0.5, torch.nan, torch.nan]]), (2, 16))
+    torch.testing.assert_close(found[0, 3:9], torch.full((6,), 0.5))
+    assert not found[0, 12:].any()
+
+
+def test_a_patch_with_a_pixel_without_data_has_no_features() -> None:
+    valid = torch.ones(48, 64, dtype=torch.bool)
+    valid[15, 16:33] = False
+    images = [DecodedImage(torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8), mask) for mask in (valid, None)]
+    found, whole = PatchEncoder(mean_colour_backbone(), AnomalySettings(scale=1), batch_size=2)(images)
+    assert has_data(found).tolist() == [[True, False, False, True], [True] * 4, [True] * 4]
+    assert has_data(whole).all()
+
+
+@pytest.mark.parametrize("images", [[], [*grids((2, 2)), torch.full((2, 2, 8), torch.nan)]])
+def test_no_normal_patches(images: list[torch.Tensor]) -> None:
     with pytest.raises(InputError, match="normal"):
-        NormalPatches([])
+        NormalPatches(images)
 
 
 def test_features_have_unit_length() -> None:
     images = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in ((48, 64), (64, 48))]
-    found = PatchEncoder(mean_colour_backbone(), AnomalySettings(scale=1), batch_size=2)(images)
+    found = PatchEncoder(mean_colour_backbone(), AnomalySettings(scale=1), batch_size=2)([*map(DecodedImage, images)])
     assert [grid.shape for grid in found] == [(3, 4, 3), (4, 3, 3)]
     torch.testing.assert_close(found[0].float().norm(dim=-1), torch.ones(3, 4), atol=2e-3, rtol=0)
 

@@ -132,14 +132,19 @@ class Candidates:
             log.exception("images are no longer encoded in the background")
 
     def _encode(self, number: int) -> Float[Tensor, "p e"] | None:
-        """Return the rows of some patches of an image; None if it cannot be read."""
+        """Return the rows of some patches of an image; None if it cannot be read or has no data."""
         try:
-            image = self.images[number].load(ENCODED)
+            image = self.images[number]
+            pixels = image.load(ENCODED)
+            valid = image.valid((pixels.shape[1], pixels.shape[2]))
         except Refused as error:
             log.warning("not suggested: %s", error)
             return None
-        (features,) = self._encode_images([image], self._blocks)
-        return concatenate(sample(features, number), range(len(self._blocks)), None)
+        if not valid.any():
+            log.warning("not suggested: %s has no data", image.name)
+            return None
+        (features,) = self._encode_images([pixels], self._blocks)
+        return concatenate(sample(features, number, valid), range(len(self._blocks)), None)
 
     def _add(self, number: int, rows: Float[Tensor, "p e"]) -> None:
         earlier = zip(self._similar, self._rows, strict=True)

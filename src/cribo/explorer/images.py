@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from jaxtyping import UInt8
+import torch
+from jaxtyping import Bool, UInt8
 from torch import Tensor
 from torchvision.transforms.v2 import functional as TF
 
 from cribo.base.errors import UnreadableImage
 from cribo.data.config import DEFAULT_READING, Reading
+from cribo.data.labelled.crops import resize_labels
+from cribo.data.labelled.inputs import open_valid
 from cribo.data.reading import EncodedImage, image_size, largest_factor, read_reduced, stored_page
 from cribo.data.sources.images import ImageFiles
 from cribo.explorer.uploads import Refused
@@ -85,6 +88,18 @@ class PageImage:
         image = self.read(longest)
         size = bounded(image.shape[1], image.shape[2], longest)
         return image if size == tuple(image.shape[1:]) else TF.resize(image, list(size), antialias=True)
+
+    def valid(self, size: tuple[int, int]) -> Bool[Tensor, "h w"]:
+        """Return which pixels have data (`read_valid`) when the image is resized to a (height, width).
+
+        Raises:
+            Refused: the image cannot be read.
+        """
+        try:
+            valid = open_valid(self.source, self.reading)
+        except UnreadableImage as error:
+            raise self._refused(error) from error
+        return torch.ones(size, dtype=torch.bool) if valid is None else resize_labels(valid.byte(), size).bool()
 
     def _refused(self, error: UnreadableImage) -> Refused:
         return Refused(f"{self.name} cannot be read: {error.reason}.")

@@ -143,6 +143,7 @@ class Session:
             if image.name not in numbers or not self._has_content(key, image.content):
                 key = f"e{index}"
                 self._own[key] = image
+            labels = _with_data(labels, image)
             self._paintings[key] = Painting(resize_labels(labels, bounded(*image.size, SHOWN)))
             if bool((labels != IGNORE_INDEX).any()):
                 self._add(key)
@@ -321,7 +322,7 @@ class Session:
             corners: (left, top, right, bottom) of a box around it, or (x, y) of a point, in pixels of the shown image.
 
         Raises:
-            Refused: there is no such image, or the box or point is not in it.
+            Refused: there is no such image, or the box or point is not in it, or has no data.
         """
         with self._lock:
             image = self.image(key)
@@ -330,13 +331,16 @@ class Session:
             place = _place(corners, height, width)
             prompts = self._memory.prompts(shown, self._memory.encode([image.load(ENCODED)])[0])
             mask = prompts.mask_of_box(place) if isinstance(place, LabelledBox) else prompts.mask_at_point(*place)
-            return to_runs(torch.where(mask, 0, IGNORE_INDEX).byte())
+            labels = _with_data(torch.where(mask, 0, IGNORE_INDEX).byte(), image)
+            if not bool((labels != IGNORE_INDEX).any()):
+                raise Refused("The picture has no data at the marked place: mark another one.")
+            return to_runs(labels)
 
     def confirm(self, key: str) -> None:
         """Add the painting of an image to the examples and save it; remove the example if the painting was erased.
 
         Raises:
-            Refused: the painted region is too small, or the memory is full.
+            Refused: the painted region is too small or has no data, or the memory is full.
         """
         with self._lock:
             painting = self._paintings.get(key)
@@ -351,12 +355,16 @@ class Session:
     def _add(self, key: str) -> None:
         if key not in self.examples and self._memory.patches >= _MOST_PATCHES:
             raise Refused("The memory is full: download the examples, and label the other images with cribo segment.")
-        painting, image = self._paintings[key], self.image(key).load(ENCODED)
-        labels = resize_labels(painting.labels, (image.shape[1], image.shape[2]))
+        painting, image = self._paintings[key], self.image(key)
+        encoded = image.load(ENCODED)
+        painted = _with_data(painting.labels, image)
+        if not bool((painted != IGNORE_INDEX).any()):
+            raise Refused("The picture has no data in the painted region: paint elsewhere.")
+        labels = resize_labels(painted, (encoded.shape[1], encoded.shape[2]))
         if not bool((labels != IGNORE_INDEX).any()):
             raise Refused("The painted region is too small: paint more.")
-        self._memory.add(image, labels, name=key)
-        painting.confirmed = painting.labels
+        self._memory.add(encoded, labels, name=key)
+        painting.labels = painting.confirmed = painted
         self._fitted_probe = None
 
     def _remove(self, key: str) -> None:
@@ -428,12 +436,13 @@ class Session:
     def _predicted(
         self, image: PageImage, shown: UInt8[Tensor, "c h w"], refine: Refine
     ) -> UInt8[Tensor, "h w"] | None:
-        """Return the predicted labels of an image at the shown size; None without examples."""
+        """Return the predicted labels of an image at the shown size, 255 without data; None without examples."""
         if (fitted := self._fitted()) is None:
             return None
         (features,) = self._memory.encode([image.load(ENCODED)], fitted.choice.probe.blocks)
         votes = fitted(fitted.rows(features.flatten(0, 1))).unflatten(0, features.shape[:2])
-        return label_pixels(votes, shown, patch_size=self._memory.encoder.patch_size, refine=refine).labels
+        found = label_pixels(votes, shown, patch_size=self._memory.encoder.patch_size, refine=refine)
+        return _with_data(found.labels, image)
 
     def canvas(self) -> dict[str, Any]:
         """Return the classes, and the current image with its painting and predicted labels, as JSON."""
@@ -627,6 +636,11 @@ def empty_memory(encoder: SharedNetwork) -> SegmentationMemory:
     """Return a memory without examples, whose probe is fixed."""
     settings = SegmentationSettings(**vars(probe_of(encoder)))
     return SegmentationMemory(encoder.probed, settings=settings, batch_size=1)
+
+
+def _with_data(labels: UInt8[Tensor, "h w"], image: PageImage) -> UInt8[Tensor, "h w"]:
+    """Return labels of an image, at any size, with 255 where it has no data."""
+    return labels.masked_fill(~image.valid((labels.shape[0], labels.shape[1])), IGNORE_INDEX)
 
 
 def _place(corners: Any, height: int, width: int) -> LabelledBox | tuple[float, float]:

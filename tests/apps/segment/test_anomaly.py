@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from cribo.apps.segment.anomaly import STEPS, find_anomalies
@@ -99,6 +100,49 @@ def test_unreadable_images_are_skipped() -> None:
     found = find_anomalies(config(), SETTINGS, out=Path("out"))
     assert (list(found.skipped), list(found.unread), found.normal) == (["bad.png"], ["bad.png"], 4)
     assert rows()["bad.png"]["error"]
+
+
+def write_without_data(path: str, green: int, columns: int) -> None:
+    """Write an image as `write` does, as a TIFF whose first columns are black and have no data."""
+    values = np.full((64, 128, 3), (60, green, 60), dtype=np.uint8)
+    values[:, :columns] = 0
+    tifffile.imwrite(path, values, photometric="rgb", extratags=[(42113, "s", 0, "0", True)])
+
+
+def test_pixels_without_data_are_no_anomalies() -> None:
+    write_without_data("images/normal.tif", 123, 44)
+    write_without_data("images/part.tif", 90, 44)  # 2.75 patches
+    write_without_data("images/none.tif", 123, 128)
+    write("images/whole.png", 90)
+    found = find_anomalies(config(), SETTINGS, out=Path("out"))
+    scores = {image.name: image.score for image in found.images}
+    assert scores["normal.tif"] == pytest.approx(scores["0.png"], abs=1e-6)
+    assert scores["part.tif"] == pytest.approx(scores["whole.png"], abs=1e-6)
+    distances, whole = (np.array(Image.open(f"out/maps/{name}.png")).astype(int) for name in ("part", "whole"))
+    assert not distances[:, :44].any()
+    assert distances[:, 44:].min() > 100
+    np.testing.assert_allclose(distances[:, 44:], whole[:, 44:], atol=1)
+    drawn = np.array(Image.open("out/overlays/part.jpg"))
+    assert drawn[:, :32].max() < 20
+    assert list(found.skipped) == ["none.tif"]
+    assert rows()["none.tif"]["error"]
+
+
+def test_pixels_without_data_are_not_normal() -> None:
+    write_without_data("normal/part.tif", 125, 40)
+    write_without_data("normal/none.tif", 125, 128)
+    values = np.full((64, 128, 3), (60, 123, 60), dtype=np.uint8)
+    values[:, :44] = 0  # black, but data
+    Image.fromarray(values).save("images/black.png")
+    write_without_data("images/same.tif", 125, 40)
+    found = find_anomalies(config(), SETTINGS, out=Path("out"))
+    assert (found.normal, list(found.unread)) == (5, ["none.tif"])
+    by_name = {image.name: image for image in found.images}
+    assert found.is_above(by_name["black.png"])
+    assert by_name["black.png"].score > 0.1
+    assert by_name["same.tif"].is_normal
+    assert found.threshold is not None
+    assert by_name["same.tif"].score <= found.threshold < 0.1
 
 
 def test_an_interrupted_command_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:

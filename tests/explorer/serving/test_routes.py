@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import Image
 from tests.explorer.serving.conftest import Running, Serve, add_example, draw, png
@@ -62,6 +63,17 @@ def test_labels_are_those_of_the_memory(running: Running, expected: Segmentation
         mask = outer & ~np.any(holes, axis=0) if holes else outer
         drawn[mask] = about["classes"].index(each["class"])
     assert np.array_equal(drawn, found.labels.numpy())
+
+
+def test_pixels_without_data_have_no_label(running: Running) -> None:
+    image, file = draw(7), io.BytesIO()
+    image[:20, :30] = 0
+    tifffile.imwrite(file, image, photometric="rgb", extratags=[(42113, "s", 0, "0", True)])
+    answer = running.segment(file.getvalue(), params={"format": "png"})
+    assert answer.status_code == 200, answer.text
+    labels = np.array(Image.open(io.BytesIO(answer.content)))
+    assert (labels[:20, :30] == 255).all()
+    assert (labels[20:] != 255).all()
 
 
 def test_features_are_those_of_the_memory(running: Running, expected: SegmentationMemory) -> None:

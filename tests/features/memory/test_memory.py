@@ -15,6 +15,7 @@ import cribo
 from cribo.apps.segment.suggesting import suggest
 from cribo.base.colours import distinct_colours
 from cribo.base.errors import DataError, UnreadableImage
+from cribo.data.labelled.inputs import DecodedImage
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.data.scenes import Scenes
 from cribo.features import BackboneSource, Encoder
@@ -409,6 +410,20 @@ def test_images_with_unknown_content_are_suggested_once() -> None:
     assert set(suggest(memory, images, 2)) == {1, 3}
     assert len(suggest(memory, images, 9)) == 5
     assert suggest(memory, [], 2) == []
+
+
+def test_patches_without_data_are_not_suggested() -> None:
+    memory = perfect()
+    memory.add(image_of(FIRST), FIRST)
+    part, known, new = image_of(blocks([0, 1], [9, 9])), image_of(blocks([0, 1], [2, 0])), image_of(blocks([1, 5]))
+    valid = torch.ones(part.shape[1:], dtype=torch.bool)
+    valid[4:] = False
+    images = [known, DecodedImage(part, valid), new]
+    assert suggest(memory, [known, part, new], 1) == [1]
+    assert suggest(memory, images, 1) == [2]
+    empty = DecodedImage(part, torch.zeros_like(valid))
+    assert suggest(memory, [known, empty, new], 1) == [2]
+    assert suggest(memory, [empty], 1) == []
 
 
 def test_the_padding_of_a_palette_is_ignored(tmp_path: Path) -> None:

@@ -31,10 +31,12 @@ from cribo.base.painting import as_picture
 from cribo.base.tables import Table, texts
 from cribo.base.versions import versions
 from cribo.base.wording import counted
+from cribo.data.labelled.inputs import DecodedImage, decode_image
 from cribo.data.reading import read_values
-from cribo.data.sources.images import ImageSource, collection_name, require_readable
+from cribo.data.sources.collection import ImageCollection
+from cribo.data.sources.images import collection_name, require_readable
 from cribo.data.survey import surveyed
-from cribo.features.anomaly import NormalPatches, PatchEncoder, image_score, pixel_distances
+from cribo.features.anomaly import NormalPatches, PatchEncoder, has_data, image_score, pixel_distances
 from cribo.features.config import AnomalySettings
 from cribo.features.encoder import open_network
 from cribo.features.prefetching import prefetch
@@ -48,6 +50,7 @@ MAPS, OVERLAYS = "maps", "overlays"
 STEPS = 10_000
 """Factor from distances to the values of the maps."""
 
+_NO_DATA = "no patch has data in all of its pixels"
 _COLOURS = "magma"
 _OPACITY = 0.8  # of the brightest colour in overlays
 _JPEG_QUALITY = 90
@@ -61,7 +64,7 @@ class Scored:
     Attributes:
         name: name of the image.
         size: height and width in pixels.
-        score: mean of the largest 1 % of the distances of its patches, 0 to 2.
+        score: mean of the largest 1 % of the distances of its patches with data, 0 to 2.
         is_normal: whether it is one of the normal images, and was compared with the others.
     """
 
@@ -82,7 +85,7 @@ class Anomalies:
         worst: name of this normal image; "" without a threshold.
         normal: number of normal images.
         left_out: number of normal images that were left out for the threshold.
-        skipped: reasons why images could not be read, by name.
+        skipped: reasons why images could not be read or scored, by name.
         unread: the same for normal images.
         reused: number of images that were already scored.
         seconds: duration of the command, without imports.
@@ -136,7 +139,8 @@ def find_anomalies(
 
     Distances and scores are those of AnomalyDINO (`cribo.features.anomaly`). The threshold is the largest score of a
     normal image when it is left out and compared with the others. Normal images that are among the images, with the
-    same pixels, are compared with the others, too.
+    same pixels, are compared with the others, too. Patches with a pixel without data (`read_valid`) have no distance,
+    and are not among the normal ones.
 
     Args:
         config: options of the command.
@@ -208,7 +212,7 @@ def find_anomalies(
                     "normal": {"folder": config.examples, "images": len(normal.names), "skipped": len(normal.unread)},
                     "threshold": normal.threshold,
                     "left_out_scores": normal.left_out,
-                    "maps": f"{STEPS} times the distance of each pixel, 1 - cosine, 0 to 2",
+                    "maps": f"{STEPS} times the distance of each pixel, 1 - cosine, 0 to 2; 0 without data",
                     "versions": versions(str(encode.encoder.device)),
                 },
                 seconds=seconds,
@@ -258,7 +262,7 @@ class _Read(NamedTuple):
     """An image by its number, or the reason why it could not be read."""
 
     number: int
-    image: UInt8[Tensor, "c h w"] | None
+    image: DecodedImage | None
     reason: str = ""
 
     @property
@@ -266,8 +270,8 @@ class _Read(NamedTuple):
         return 0 if self.image is None else self.image.nbytes
 
 
-def _encode_normal(examples: ImageSource, encode: PatchEncoder, config: AnomalyConfig, progress: Phases) -> _Normal:
-    """Encode the readable normal images, each content once, and score some of them when left out."""
+def _encode_normal(examples: ImageCollection, encode: PatchEncoder, config: AnomalyConfig, progress: Phases) -> _Normal:
+    """Encode the readable normal images with data, each content once, and score some of them when left out."""
     grids: list[Tensor] = []
     names: list[str] = []
     hashes: dict[str, int] = {}
@@ -275,13 +279,18 @@ def _encode_normal(examples: ImageSource, encode: PatchEncoder, config: AnomalyC
     done = 0
     for batch in _batches(examples, range(len(examples)), config):
         unread |= {examples.name(each.number): each.reason for each in batch if each.image is None}
-        fresh: list[Tensor] = []
+        fresh: dict[str, tuple[str, DecodedImage]] = {}  # by the hash of the pixels
         for each in batch:
-            if each.image is not None and (content := content_hash(each.image)) not in hashes:
-                hashes[content] = len(names)
-                names.append(examples.name(each.number))
-                fresh.append(each.image)
-        grids += encode(fresh)
+            if each.image is not None and (content := content_hash(each.image.pixels)) not in hashes:
+                fresh.setdefault(content, (examples.name(each.number), each.image))
+        encoded = encode([image for _, image in fresh.values()])
+        for (content, (name, _)), grid in zip(fresh.items(), encoded, strict=True):
+            if not has_data(grid).any():
+                unread[name] = _NO_DATA
+                continue
+            hashes[content] = len(names)
+            names.append(name)
+            grids.append(grid)
         done += len(batch)
         progress("normal images", done, len(examples))
     patches = NormalPatches(grids, encode.encoder.device)
@@ -290,14 +299,16 @@ def _encode_normal(examples: ImageSource, encode: PatchEncoder, config: AnomalyC
     )
 
 
-def _batches(images: ImageSource, indices: Sequence[int], config: AnomalyConfig) -> Iterator[list[_Read]]:
+def _batches(images: ImageCollection, indices: Sequence[int], config: AnomalyConfig) -> Iterator[list[_Read]]:
     """Read images in threads, and yield them in batches."""
 
     def read(index: int) -> _Read:
         try:
-            return _Read(index, images.load(index))
+            return _Read(index, decode_image(images.read(index), images.reading))
         except UnreadableImage as error:
             return _Read(index, None, error.reason)
+        except OSError as error:
+            return _Read(index, None, error.strerror or str(error))
 
     threads = resolve_threads(config.workers)
     ahead = threads + 2 * config.batch_size
@@ -310,7 +321,7 @@ def _batches(images: ImageSource, indices: Sequence[int], config: AnomalyConfig)
 
 
 class _Scores(NamedTuple):
-    """The scored images, reasons for unreadable ones, number of reused scores, and duration."""
+    """The scored images, reasons for those without a score, number of reused scores, and duration."""
 
     scored: list[Scored]
     skipped: dict[str, str]
@@ -319,7 +330,7 @@ class _Scores(NamedTuple):
 
 
 def _score_images(
-    images: ImageSource,
+    images: ImageCollection,
     names: Sequence[str],
     normal: _Normal,
     encode: PatchEncoder,
@@ -335,12 +346,18 @@ def _score_images(
     for batch in _batches(images, [index for index, name in enumerate(names) if name in missing], config):
         skipped |= {names[each.number]: each.reason for each in batch if each.image is None}
         readable = [(each.number, each.image) for each in batch if each.image is not None]
-        own = [normal.hashes.get(content_hash(image)) for _, image in readable]
+        own = [normal.hashes.get(content_hash(image.pixels)) for _, image in readable]
         grids = iter(encode([image for (_, image), place in zip(readable, own, strict=True) if place is None]))
         for (index, image), place in zip(readable, own, strict=True):
-            name, size = names[index], (image.shape[1], image.shape[2])
+            name, size = names[index], (image.pixels.shape[1], image.pixels.shape[2])
             distances = normal.patches.distances(next(grids)) if place is None else normal.patches.left_out(place)
-            _write_files(job.path, name, image, pixel_distances(distances, size), normal.brightest)
+            if distances.isnan().all():
+                skipped[name] = _NO_DATA
+                continue
+            of_pixels = pixel_distances(distances, size)
+            if image.valid is not None:
+                of_pixels = of_pixels * image.valid
+            _write_files(job.path, name, image.pixels, of_pixels, normal.brightest)
             scored[name] = Scored(name, size, image_score(distances), place is not None)
             job.done(name, size=size, score=scored[name].score, is_normal=place is not None)
         progress("images", len(scored) + len(skipped), len(names))
@@ -397,7 +414,7 @@ def _write_summary(found: Anomalies, names: Sequence[str]) -> None:
 
 @house_style()
 def _draw_overview(
-    found: Anomalies, shown: Sequence[Scored], images: ImageSource, names: Sequence[str], brightest: float
+    found: Anomalies, shown: Sequence[Scored], images: ImageCollection, names: Sequence[str], brightest: float
 ) -> Figure:
     """Draw images with their overlays and distances, highest score first."""
     threshold = "" if found.threshold is None else f"; the threshold is {found.threshold:.3f}"

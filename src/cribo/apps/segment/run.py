@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from torch import Tensor
 
 from cribo.apps.segment.config import SegmentConfig
 from cribo.apps.segment.instances import Splitter
@@ -31,6 +30,7 @@ from cribo.base.versions import versions
 from cribo.base.wording import counted
 from cribo.data.config import Reading, spread
 from cribo.data.labelled.formats import find_examples, written_formats
+from cribo.data.labelled.inputs import DecodedImage, decode_image
 from cribo.data.labelled.label_maps import IGNORE_INDEX, Task
 from cribo.data.labelled.segmentation import LabelledExamples
 from cribo.data.sources.collection import ImageCollection, names_hash
@@ -354,9 +354,9 @@ def _suggest(results: "_Results", count: int, progress: Phases) -> None:
     names = [name for name, record in results.records.items() if record.suffix != LARGE_SUFFIX]
     looked_at = [names[place] for place in spread(len(names), max(_SUGGESTED_FROM, count))]
 
-    def images() -> Iterator[Tensor]:
+    def images() -> Iterator[DecodedImage]:
         for done, name in enumerate(looked_at, start=1):
-            yield results.load(name)
+            yield decode_image(results.images.read(results.names[name]), results.images.reading)
             progress("images to label next", done, len(looked_at))
 
     chosen = [looked_at[index] for index in suggest(results.memory, images(), count)]

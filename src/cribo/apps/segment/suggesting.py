@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-from jaxtyping import Float, UInt8
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from cribo.data.labelled.inputs import DecodedImage, ImageLike, decode_image
 from cribo.data.randomness import keyed_generator
 from cribo.features.memory.memory import SegmentationMemory
 
@@ -13,8 +15,10 @@ _PATCHES = 24  # per image
 _LABELLED = 2048  # limit on the labelled patches that images are compared with
 
 
-def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "c h w"]], count: int) -> list[int]:
+def suggest(memory: SegmentationMemory, images: Iterable[ImageLike | DecodedImage], count: int) -> list[int]:
     """Return indices of images with uncertain regions to label next, at most `count` (see `cover`).
+
+    Patches without data are not uncertain.
 
     Raises:
         DataError: the memory is empty.
@@ -22,24 +26,35 @@ def suggest(memory: SegmentationMemory, images: Iterable[UInt8[Tensor, "c h w"]]
     fitted = memory.fitted()
     groups = []
     for index, image in enumerate(images):
-        (features,) = memory.encode([image], fitted.choice.probe.blocks)
-        groups.append(fitted.rows(sample(features, index)).cpu())
-    if not groups:
+        pixels, valid = decode_image(image, memory.reading, memory.encoder.in_chans)
+        (features,) = memory.encode([pixels], fitted.choice.probe.blocks)
+        groups.append(fitted.rows(sample(features, index, valid)).cpu())
+    if not any(map(len, groups)):
         return []
     rows = torch.cat(groups)
     similar = torch.stack([similarity(rows, group) for group in groups])
     return cover(similar, fitted(rows).cpu(), similarity(rows, fitted.known_rows(_LABELLED).cpu()), count)
 
 
-def sample(features: Float[Tensor, "rows columns l d"], key: int) -> Float[Tensor, "p l d"]:
-    """Return a few random patches of an image, on the CPU; the choice depends only on `key`."""
+def sample(
+    features: Float[Tensor, "rows columns l d"], key: int, valid: Bool[Tensor, "h w"] | None = None
+) -> Float[Tensor, "p l d"]:
+    """Return a few random patches of an image, on the CPU; the choice depends only on `key`.
+
+    Args:
+        features: features of all patches.
+        key: key of the random numbers.
+        valid: which pixels have data; None for all. Patches without any are not drawn.
+    """
     patches = features.flatten(0, 1).cpu()
+    if valid is not None:
+        patches = patches[F.adaptive_max_pool2d(valid[None].float(), features.shape[:2]).flatten() > 0]
     return patches[torch.randperm(len(patches), generator=keyed_generator(key))[:_PATCHES]]
 
 
 def similarity(rows: Float[Tensor, "n e"], others: Float[Tensor, "m e"]) -> Float[Tensor, " n"]:
-    """Return the cosine similarity of each row to the nearest of the others; all have unit length."""
-    return (rows @ others.T).amax(dim=1)
+    """Return the cosine similarity of each row to the nearest of the others, -1 without any; all have unit length."""
+    return (rows @ others.T).amax(dim=1) if len(others) else rows.new_full((len(rows),), -1)
 
 
 def cover(

@@ -1,6 +1,7 @@
 """The ML backend: predictions, and a memory that grows, with requests as Label Studio sends them."""
 
 import base64
+import io
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import tifffile
 import torch
 from tests.commands import Commands
 from tests.explorer.serving.conftest import Running, Serve, add_example, draw, png
@@ -110,6 +112,18 @@ def test_polygons_and_boxes_surround_the_regions(
     box = max(one["result"], key=lambda each: each["value"]["width"])["value"]
     assert box["x"] * 0.64 == pytest.approx(int(places[:, 1].min()))
     assert (box["x"] + box["width"]) * 0.64 == pytest.approx(1 + int(places[:, 1].max()))
+
+
+def test_pixels_without_data_have_no_label(backend: Running, studio: Studio) -> None:
+    image, file, address = draw(7), io.BytesIO(), "/data/upload/1/part.tif"
+    image[:, 40:] = 0
+    tifffile.imwrite(file, image, photometric="rgb", extratags=[(42113, "s", 0, "0", True)])
+    studio.files[address] = file.getvalue()
+    schema = config("brushlabels", labels=HALVES)
+    [one] = post(backend, "/predict", prediction(task(1, address), schema=schema))["results"]
+    found = drawn(one, {"left": 1, "right": 2})
+    assert (found[:, 40:] == 0).all()
+    assert (found[:, :40] > 0).all()
 
 
 def test_a_new_memory_grows_with_annotations(fresh: Running, studio: Studio, run_folder: Path) -> None:
