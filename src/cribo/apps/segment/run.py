@@ -163,7 +163,7 @@ def segment_images(
         for each in formats:
             results.write(each, tasks, progress, min_area=write_min_area)
         if suggestions and results.records:
-            _suggest(results, suggestions, progress)
+            _suggest(results, images, suggestions, progress)
         return results.segmented(time.perf_counter() - started, seconds)
 
 
@@ -349,17 +349,17 @@ def label_collection(
     return time.perf_counter() - begun
 
 
-def _suggest(results: "_Results", count: int, progress: Phases) -> None:
+def _suggest(results: "_Results", images: ImageCollection, count: int, progress: Phases) -> None:
     """Write the names of the images to label next, and draw their present labels."""
     names = [name for name, record in results.records.items() if record.suffix != LARGE_SUFFIX]
     looked_at = [names[place] for place in spread(len(names), max(_SUGGESTED_FROM, count))]
 
-    def images() -> Iterator[DecodedImage]:
+    def decoded() -> Iterator[DecodedImage]:
         for done, name in enumerate(looked_at, start=1):
-            yield decode_image(results.images.read(results.names[name]), results.images.reading)
+            yield decode_image(images.read(results.names[name]), images.reading)
             progress("images to label next", done, len(looked_at))
 
-    chosen = [looked_at[index] for index in suggest(results.memory, images(), count)]
+    chosen = [looked_at[index] for index in suggest(results.memory, decoded(), count)]
     write_text(results.folder / SUGGESTED, "".join(f"{name}\n" for name in chosen))
     results.draw(chosen, SUGGESTED_PICTURE)
 
