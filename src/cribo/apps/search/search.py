@@ -65,8 +65,8 @@ def search_objects(
     reading = database.reading(config.reading)
     if config.coco and reading.pixel_size:
         raise ConfigError(
-            f"--coco writes masks at full resolution, but {database.uri} has pixels of "
-            f"{reading.pixel_size:g} (--pixel_size): omit --coco and read the masks in {RESULTS}, or build another database without "
+            f"--coco writes masks at full resolution, but {database.uri} has pixels of {reading.pixel_size:g} "
+            f"(--pixel_size): omit --coco and read the masks in {RESULTS}, or build another database without "
             "--pixel_size"
         )
     query = make_query(database, config.image, place, lambda: _open_known(config, database), reading=reading)
