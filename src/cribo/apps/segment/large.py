@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cribo.base.colours import Colour
 from cribo.data.labelled.label_maps import IGNORE_INDEX
-from cribo.data.readers.map_tags import ExtraTag
+from cribo.data.readers.map_tags import ExtraTag, nodata_tag
 from cribo.data.readers.scale import MICROMETRES, PixelSize
 from cribo.data.windows import LargeImage
 from cribo.features.memory.large import LabelledRows, label_rows
@@ -28,7 +28,6 @@ LARGE_SUFFIX = ".tif"
 TILE = 256
 """Side of the tiles in pixels."""
 
-_NODATA, _ASCII = 42113, 2  # GDAL's tag, and its type
 _PREVIEW = 2048  # limit on the longer side of the reduced picture in pixels; a divisor of TILE reduces
 
 
@@ -65,7 +64,7 @@ class Tiles:
             colours = np.zeros((3, 256), np.uint16)
             colours[:, : len(palette)] = np.array(palette, np.uint16).T * 257
         # On a map, pixels without a class are no data.
-        nodata = [(_NODATA, _ASCII, 0, str(IGNORE_INDEX), True)] if self.map_tags and palette is not None else []
+        nodata = [nodata_tag(IGNORE_INDEX)] if self.map_tags and palette is not None else []
         resolution: dict[str, Any] = {}
         if self.pixel_size is not None and self.pixel_size.unit == MICROMETRES:
             per_centimetre = 10_000 / self.pixel_size.width, 10_000 / self.pixel_size.height

@@ -18,11 +18,14 @@ from cribo.data.channels import FULL, Samples
 
 _CODESTREAM = b"\xff\x4f\xff\x51"  # the markers that start JPEG 2000 data
 
+NODATA = 42113
+"""GDAL's tag of the value of pixels without data."""
+
 # Channels of each photometric interpretation of TIFF, without alpha.
 _COLOURS = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3, 8: 3}
 _KINDS = {1: "unsigned integers", 2: "signed integers", 3: "floating-point numbers", 5: "complex", 6: "complex"}
 _BITS, _PHOTOMETRIC, _DESCRIPTION, _SAMPLES, _PLANAR, _EXTRA, _SAMPLE_FORMAT = 258, 262, 270, 277, 284, 338, 339
-_SUBFILE, _LOWEST, _HIGHEST, _DEPTH, _NODATA = 254, 340, 341, 32997, 42113
+_SUBFILE, _LOWEST, _HIGHEST, _DEPTH = 254, 340, 341, 32997
 _REDUCED_OR_MASK = 0b101  # bits of NewSubfileType
 _SUPPORTED_KINDS = {(1, bits) for bits in (1, 2, 4, 8, 12, 16, 32)} | {(2, 8), (2, 16), (2, 32), (3, 32)}
 _ONLY = "only grey and RGB can be read, so save each channel, or each three of them, as an image of its own"
@@ -176,7 +179,7 @@ def nodata_of(image: Image.Image) -> float | None:
 def nodata_of_tiff(tags: Mapping[int, Any]) -> float | None:
     """Return the value of pixels without data of a page of a TIFF, which GDAL writes as text."""
     try:
-        return float(str(tags.get(_NODATA, "")).rstrip("\0"))
+        return float(str(tags.get(NODATA, "")).rstrip("\0"))
     except ValueError:
         return None
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-SCALE, TIEPOINTS, MATRIX, KEYS, DOUBLES, TEXTS = 33550, 33922, 34264, 34735, 34736, 34737
+from cribo.data.readers.headers import NODATA
+
+SCALE, MATRIX = 33550, 34264
+"""ModelPixelScale and ModelTransformation."""
+
+_TIEPOINTS, _KEYS, _DOUBLES, _TEXTS = 33922, 34735, 34736, 34737
 _DOUBLE, _ASCII, _SHORT = 12, 2, 3  # types of tags
-_TYPES = {SCALE: _DOUBLE, TIEPOINTS: _DOUBLE, MATRIX: _DOUBLE, KEYS: _SHORT, DOUBLES: _DOUBLE, TEXTS: _ASCII}
+_TYPES = {SCALE: _DOUBLE, _TIEPOINTS: _DOUBLE, MATRIX: _DOUBLE, _KEYS: _SHORT, _DOUBLES: _DOUBLE, _TEXTS: _ASCII}
 _RASTER_TYPE, _IS_POINT = 1025, 2
 
 ExtraTag = tuple[int, int, int, Any, bool]
@@ -22,17 +27,17 @@ def map_tags(tags: Mapping[int, Any], factors: tuple[float, float]) -> tuple[Ext
         factors: height and width of its pixels after resizing, in pixels before.
     """
     found = {code: tags[code] for code in _TYPES if code in tags}
-    if KEYS not in found or not (MATRIX in found or {SCALE, TIEPOINTS} <= found.keys()):
+    if _KEYS not in found or not (MATRIX in found or {SCALE, _TIEPOINTS} <= found.keys()):
         return ()
     down, across = factors
     # Coordinates of pixels start at the corner of the first one, or at its centre.
-    start = 0.5 if _is_point(found[KEYS]) else 0.0
+    start = 0.5 if _is_point(found[_KEYS]) else 0.0
     if SCALE in found:
         width, height, *others = found[SCALE]
         found[SCALE] = (width * across, height * down, *others)
-    if TIEPOINTS in found:
-        points = [found[TIEPOINTS][place : place + 6] for place in range(0, len(found[TIEPOINTS]), 6)]
-        found[TIEPOINTS] = tuple(
+    if _TIEPOINTS in found:
+        points = [found[_TIEPOINTS][place : place + 6] for place in range(0, len(found[_TIEPOINTS]), 6)]
+        found[_TIEPOINTS] = tuple(
             number
             for column, row, *others in points
             for number in ((column + start) / across - start, (row + start) / down - start, *others)
@@ -46,7 +51,14 @@ def map_tags(tags: Mapping[int, Any], factors: tuple[float, float]) -> tuple[Ext
             for number in (x * across, y * down, z, origin + x * shifts[0] + y * shifts[1])
         )
     # A text is counted and ended by tifffile.
-    return tuple((code, _TYPES[code], 0 if code == TEXTS else len(value), value, True) for code, value in found.items())
+    return tuple(
+        (code, _TYPES[code], 0 if code == _TEXTS else len(value), value, True) for code, value in found.items()
+    )
+
+
+def nodata_tag(value: int) -> ExtraTag:
+    """Return the tag of the value of pixels without data."""
+    return NODATA, _ASCII, 0, str(value), True
 
 
 def _is_point(keys: tuple[int, ...]) -> bool:

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import tifffile
 
+from cribo.data.readers import map_tags
 from cribo.data.readers.scale import MAP_UNITS, MICROMETRES, PixelSize
 
 _ACROSS, _DOWN, _UNIT = 282, 283, 296  # XResolution, YResolution, ResolutionUnit
-_MAP_SCALE, _MAP_MATRIX = 33550, 34264  # ModelPixelScale, ModelTransformation
 _OF_UNIT = {2: 25_400.0, 3: 10_000.0, 4: 1000.0, 5: 1.0}  # micrometres; 4 and 5 are tifffile's
 _OF_NAME = {
     "nm": 1e-3,
@@ -39,9 +39,9 @@ def pixel_size_of_tiff(tiff: tifffile.TiffFile, tags: Mapping[int, Any]) -> Pixe
     """
     if tiff.is_ome:
         return _of_ome(tiff.ome_metadata or "")
-    if scale := tags.get(_MAP_SCALE):
+    if scale := tags.get(map_tags.SCALE):
         return _positive(scale[1], scale[0], MAP_UNITS)
-    if matrix := tags.get(_MAP_MATRIX):
+    if matrix := tags.get(map_tags.MATRIX):
         return _positive(math.hypot(matrix[1], matrix[5]), math.hypot(matrix[0], matrix[4]), MAP_UNITS)
     unit = _OF_UNIT.get(int(tags.get(_UNIT, 2)))
     if tiff.is_imagej:
