@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cribo.apps.embed.config import Format, MapMethod
-from cribo.apps.embed.writing import read_parts
+from cribo.apps.embed.writing import part_files, read_parts
 from cribo.base.console import Progress, no_progress
 from cribo.base.errors import DataError
 from cribo.base.files import write_whole
@@ -56,7 +56,7 @@ def write_map(
         kind: format of the features.
         method: pca, the first two principal components, or umap (McInnes et al. 2018, arXiv:1802.03426).
         seed: of UMAP.
-        progress: called with the number of rows before and after the map is computed.
+        progress: called with the number of written parts.
 
     Raises:
         DataError: features are not finite, or too few for UMAP; an existing map is kept.
@@ -67,15 +67,14 @@ def write_map(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = sum(len(part) for part in read_parts(folder, kind))
-    require_mappable(method, rows)
-    progress("map", 0, rows)
+    parts = len(part_files(folder, kind))
+    progress("map", 0, parts)
     points = _principal(folder, kind) if method == "pca" else _umap(folder, kind, seed)
 
     def write(path: Path) -> None:
         start, writer = 0, None
         try:
-            for part in read_parts(folder, kind):
+            for done, part in enumerate(read_parts(folder, kind), start=1):
                 own = points[start : (start := start + len(part))]
                 table = part.drop_columns("embedding")
                 for name, values in zip("xy", own.T, strict=True):
@@ -83,12 +82,12 @@ def write_map(
                 table = table.replace_schema_metadata({"map": method if method == "pca" else f"umap, seed {seed}"})
                 writer = writer or pq.ParquetWriter(path, table.schema)
                 writer.write_table(table)
+                progress("map", done, parts)
         finally:
             if writer is not None:
                 writer.close()
 
     write_whole(folder / MAP, write)
-    progress("map", rows, rows)
     return folder / MAP
 
 
@@ -101,9 +100,10 @@ def _principal(folder: Path, kind: Format) -> Float[np.ndarray, "n 2"]:
 
 def _umap(folder: Path, kind: Format, seed: int) -> Float[np.ndarray, "n 2"]:
     """Return the places of all rows by UMAP."""
+    rows = torch.cat([rows.float() for rows in _directions(folder, kind)]).numpy()
+    require_mappable("umap", len(rows))
     from umap import UMAP
 
-    rows = torch.cat([rows.float() for rows in _directions(folder, kind)]).numpy()
     if not np.ptp(rows, axis=0).any():  # equal rows, which UMAP would place at NaN
         return np.zeros((len(rows), 2), dtype=np.float32)
     neighbours = min(_NEIGHBOURS, len(rows) - 1)
