@@ -11,8 +11,8 @@ from scipy.ndimage import uniform_filter
 
 from cribo.apps.segment.suggesting import suggest
 from cribo.base.errors import InputError
+from cribo.base.wording import counted
 from cribo.data.config import PixelOptions
-from cribo.data.labelled.inputs import decode_image
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.explorer.network import SharedNetwork
 from cribo.features import BackboneSource, Encoder
@@ -133,10 +133,9 @@ class Session:
                 found.append((plane, segmentation))
                 yield Result(plane, segmentation)
         if choice.expected is not None:
-            examples = f"{len(memory)} example{'s' * (len(memory) > 1)}"
             score = (
-                f"{choice.expected:.0%} mIoU{choice.coverage(len(present))} expected from {examples}, measured on "
-                f"strokes by leaving out {choice.left_out}"
+                f"{choice.expected:.0%} mIoU{choice.coverage(len(present))} expected from "
+                f"{counted(len(memory), 'example')}, measured on strokes by leaving out {choice.left_out}"
             )
         else:
             score = f"No expected score: {memory.unmeasured}"
@@ -193,7 +192,7 @@ class Session:
             return None
         if fresh:
             reading = memory.settings
-            images = (decode_image(plane.in_8_bits(reading), memory.reading).pixels for plane, _ in fresh)
+            images = (plane.in_8_bits(reading) for plane, _ in fresh)
             plane, segmentation = fresh[suggest(memory, images, 1)[0]]
         else:
             plane, segmentation = min(found, key=lambda each: float(each[1].confidence.mean()))

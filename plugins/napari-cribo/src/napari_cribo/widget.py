@@ -23,6 +23,7 @@ from qtpy.QtWidgets import (
 )
 
 from cribo.base.errors import InputError
+from cribo.base.wording import counted
 from cribo.data.labelled.label_maps import IGNORE_INDEX
 from cribo.features.memory import SegmentationMemory
 from napari_cribo.planes import Plane, painted
@@ -229,7 +230,7 @@ class StrokesWidget(QWidget):
             show_error(str(error))
             return
         self._memory_file = path
-        self.memory.setText(f"{path.name}, {len(memory)} example{'s' * (len(memory) > 1)}")
+        self.memory.setText(f"{path.name}, {counted(len(memory), 'example')}")
         self.classes.setText(", ".join(memory.classes))
         self.classes.setReadOnly(True)
         self.classes.setToolTip("The classes of the memory")
