@@ -38,8 +38,8 @@ def main() -> None:
     correct: dict[str, list[float]] = {row: [] for row in counts}
     for index in spread(len(known.queries), QUERIES):
         truth, labels = known.queries.labels(index), memory.segment(known.queries.load(index)).labels
-        patch = memory.encoder.patch_size / memory.settings.factor(*labels.shape)
-        for row, found in zip(counts, (labels, merge_small_regions(labels, patch**2)), strict=True):
+        patch_area = memory.settings.patch_area(memory.encoder.patch_size, *labels.shape)
+        for row, found in zip(counts, (labels, merge_small_regions(labels, patch_area)), strict=True):
             counts[row].append(len(trace(found.numpy(), things(memory.classes))))
             labelled = truth != known.queries.ignore_index
             correct[row].append(float((found == truth)[labelled].float().mean()))

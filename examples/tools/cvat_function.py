@@ -49,9 +49,8 @@ class Segmenter:
     ) -> Sequence[cvataa.DetectionAnnotation]:
         """Return the regions of each class, largest first, so that regions inside holes are drawn on top."""
         found = self.memory.segment(image)
-        height, width = found.labels.shape
-        patch = self.memory.encoder.patch_size / self.memory.settings.factor(height, width)
-        found = replace(found, labels=merge_small_regions(found.labels, patch**2))
+        patch_area = self.memory.settings.patch_area(self.memory.encoder.patch_size, *found.labels.shape)
+        found = replace(found, labels=merge_small_regions(found.labels, patch_area))
         numbers = self.splitter(found).numbers.numpy() if self.splitter.classes else None
         confidence = found.confidence.numpy()
         shapes = []

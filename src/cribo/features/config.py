@@ -183,6 +183,16 @@ class EncodingSize:
             return self.scale
         return min(ENLARGED, max(1.0, LEAST / shorter), LARGEST / shorter)
 
+    def patch_area(self, patch_size: int, height: int, width: int) -> float:
+        """Return the number of pixels of an image that a patch covers.
+
+        Args:
+            patch_size: side of a patch in pixels of the encoded image.
+            height: height of the image in pixels.
+            width: its width.
+        """
+        return (patch_size / self.factor(height, width)) ** 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings(EncodingSize):

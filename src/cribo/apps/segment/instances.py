@@ -113,9 +113,8 @@ class Splitter:
 
     def __call__(self, found: Segmentation) -> Instances:
         """Split the labels of an image; see `split_instances`."""
-        height, width = found.labels.shape
-        patch = self.patch_size / self.settings.factor(height, width)
-        min_area = patch**2 if self.min_area is None else self.min_area
+        patch_area = self.settings.patch_area(self.patch_size, *found.labels.shape)
+        min_area = patch_area if self.min_area is None else self.min_area
         return split_instances(found.labels, found.confidence, self.classes, min_area=min_area)
 
 
