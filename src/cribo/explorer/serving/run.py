@@ -54,26 +54,25 @@ def serve_memory(
         with loading(console):
             from cribo.explorer.serving.app import build_app
             from cribo.explorer.serving.growing import GrowingMemory
-            from cribo.explorer.serving.label_studio.host import Host
-            from cribo.explorer.serving.label_studio.routes import MLBackend
             from cribo.explorer.serving.memory_file import MemoryFile
             from cribo.explorer.serving.routes import OPERATIONS
             from cribo.explorer.serving.service import Service
 
             tool = None
             if config.label_studio is not None:
+                from cribo.explorer.serving.label_studio.host import Host
+
                 tool = Host(config.label_studio, label_studio_key, max_bytes=pictures.bytes, timeout=requests.timeout)
             opened = MemoryFile if tool is None else GrowingMemory
             memory = opened(config.memory, config.backbone, batch_size=config.batch_size, device=config.device)
         service = Service(memory, pictures, requests, batch_size=config.batch_size)
-        backend = None if tool is None else MLBackend(service, tool)
-        app = build_app(
-            service,
-            token=token,
-            hosts=host_names(host),
-            operations=OPERATIONS if backend is None else (*OPERATIONS, *backend.operations),
-            closing=[] if backend is None else [backend.close],
-        )
+        operations, closing = OPERATIONS, []
+        if tool is not None:
+            from cribo.explorer.serving.label_studio.routes import MLBackend
+
+            backend = MLBackend(service, tool)
+            operations, closing = (*OPERATIONS, *backend.operations), [backend.close]
+        app = build_app(service, token=token, hosts=host_names(host), operations=operations, closing=closing)
         served = memory.memory
         console.print(
             f"Serving {counted(len(served), 'example')} of {counted(len(served.classes), 'class', 'classes')} at "

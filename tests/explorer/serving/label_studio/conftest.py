@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from tests.explorer.serving.conftest import draw, png
 
+from cribo.explorer.serving.label_studio.host import Host
+
 KEY = "0123456789abcdef0123456789abcdef01234567"
 PERSONAL = "eyJhbGciOiJIUzI1NiJ9.eyJ0b2tlbl90eXBlIjoicmVmcmVzaCJ9.c2lnbmF0dXJl"
 
@@ -64,6 +66,10 @@ class Studio:
     def url(self) -> str:
         """Address of the host."""
         return f"http://127.0.0.1:{self.server.server_port}"
+
+    def opened(self, key: str | None = KEY) -> Host:
+        """Return the host as the server opens it, with low limits."""
+        return Host(self.url, key, max_bytes=50_000, timeout=5)
 
     def upload(self, number: int, image: np.ndarray | None = None) -> str:
         """Add an image, and return its address in a task."""

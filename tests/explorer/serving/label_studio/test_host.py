@@ -9,7 +9,7 @@ from cribo.explorer.serving.label_studio.host import Host
 
 @pytest.mark.parametrize("key", [KEY, PERSONAL])
 def test_the_key_is_legacy_or_personal(studio: Studio, key: str) -> None:
-    host, address = Host(studio.url, key, max_bytes=50_000, timeout=5), studio.upload(1)
+    host, address = studio.opened(key), studio.upload(1)
     assert host.image(address) == host.image(f"{studio.url}{address}") == studio.files[address]
     studio.access = "second"  # the first one has expired
     assert host.image(address) == studio.files[address]
@@ -19,7 +19,7 @@ def test_the_key_is_legacy_or_personal(studio: Studio, key: str) -> None:
 @pytest.mark.parametrize("key", [None, "wrong", "a.b.c"])
 def test_a_missing_key_is_named(studio: Studio, key: str | None) -> None:
     with pytest.raises(DataError, match="token"):
-        Host(studio.url, key, max_bytes=50_000, timeout=5).image(studio.upload(1))
+        studio.opened(key).image(studio.upload(1))
 
 
 def test_a_host_that_does_not_run_is_named() -> None:
@@ -36,7 +36,7 @@ def test_invalid_addresses_are_errors(url: str) -> None:
 
 @pytest.mark.parametrize("prefix", ["http://127.0.0.1.evil.example", "https://127.0.0.1", "http://evil.example"])
 def test_the_key_goes_to_no_other_host(studio: Studio, prefix: str) -> None:
-    host = Host(studio.url, KEY, max_bytes=50_000, timeout=5)
+    host = studio.opened()
     with pytest.raises(DataError, match="--label_studio"):
         host.image(f"{prefix}:{studio.server.server_port}/data/a.png")
     assert studio.paths == []

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from tests.explorer.serving.conftest import Serve
 from tests.explorer.serving.label_studio.conftest import (
-    KEY,
     Studio,
     annotation,
     config,
@@ -19,8 +18,6 @@ from tests.explorer.serving.label_studio.conftest import (
     task,
     webhook,
 )
-
-from cribo.explorer.serving.label_studio.host import Host
 
 VALUES: list[Any] = [
     *(
@@ -89,7 +86,7 @@ def test_malformed_requests_are_no_errors_of_the_server(
             },
         ),
     ]
-    with serving(own_file, tool=Host(studio.url, KEY, max_bytes=50_000, timeout=5)) as running:
+    with serving(own_file, tool=studio.opened()) as running:
         statuses = set()
         for _ in range(150):
             path, content = draw.choice(requests)

@@ -35,7 +35,6 @@ from tests.explorer.serving.test_routes import bomb
 from cribo.data.labelled.label_studio import read_annotation
 from cribo.data.labelled.regions import RegionSet, draw_regions
 from cribo.data.labelled.scaling import Scaling
-from cribo.explorer.serving.label_studio.host import Host
 from cribo.features import BackboneSource
 from cribo.features.memory import SegmentationMemory
 from cribo.features.memory.storage import memory_lock, read_memory
@@ -46,14 +45,14 @@ HALVES = ("left", "right")
 @pytest.fixture
 def backend(serving: Serve, own_file: Path, studio: Studio) -> Iterator[Running]:
     """Serve a copy of the memory to Label Studio."""
-    with serving(own_file, tool=Host(studio.url, KEY, max_bytes=50_000, timeout=5)) as running:
+    with serving(own_file, tool=studio.opened()) as running:
         yield running
 
 
 @pytest.fixture
 def fresh(serving: Serve, tmp_path: Path, studio: Studio) -> Iterator[Running]:
     """Serve a memory that does not exist yet."""
-    with serving(tmp_path / "new.safetensors", tool=Host(studio.url, KEY, max_bytes=50_000, timeout=5)) as running:
+    with serving(tmp_path / "new.safetensors", tool=studio.opened()) as running:
         yield running
 
 
@@ -229,7 +228,7 @@ def test_training_learns_all_annotations(backend: Running, studio: Studio) -> No
 
 def test_two_tools_at_once(serving: Serve, own_file: Path, studio: Studio) -> None:
     """Four clients of two servers of one file: all examples are in it."""
-    hosts = [Host(studio.url, KEY, max_bytes=50_000, timeout=5) for _ in range(2)]
+    hosts = [studio.opened() for _ in range(2)]
     with serving(own_file, tool=hosts[0]) as one, serving(own_file, tool=hosts[1]) as other:
         addresses = [studio.upload(number) for number in range(10, 18)]
         with ThreadPoolExecutor(4) as pool:
@@ -419,7 +418,7 @@ def test_images_of_data_uris(backend: Running, expected: SegmentationMemory) -> 
 
 
 def test_a_token_may_be_the_password_of_label_studio(serving: Serve, own_file: Path, studio: Studio) -> None:
-    with serving(own_file, token="sesame", tool=Host(studio.url, KEY, max_bytes=50_000, timeout=5)) as running:
+    with serving(own_file, token="sesame", tool=studio.opened()) as running:
         for path in ("/setup", "/predict", "/train", "/webhook"):
             assert running.client.post(path, json={}).status_code == 401
         assert running.client.post("/setup", json=setup(POLYGONS), auth=("cribo", "sesame")).status_code == 200

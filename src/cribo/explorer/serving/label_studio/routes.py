@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -162,10 +163,8 @@ class MLBackend:
 
     async def _webhook(self, service: Service, request: Request) -> Response:
         content = await service.json(request)
-        try:
+        with _unprocessable():
             events = _events(content)
-        except InputError as error:
-            raise Denied(HTTPStatus.UNPROCESSABLE_ENTITY, f"{error}.") from error
         return self._learn(events)
 
     async def _train(self, service: Service, request: Request) -> Response:
@@ -176,10 +175,9 @@ class MLBackend:
                 HTTPStatus.UNPROCESSABLE_ENTITY,
                 f"annotations must be a list of tasks with annotations, got {tasks!r:.40}.",
             )
-        try:
-            return self._learn(annotations_of((task for task in tasks if isinstance(task, Mapping)), labelling))
-        except InputError as error:
-            raise Denied(HTTPStatus.UNPROCESSABLE_ENTITY, f"{error}.") from error
+        with _unprocessable():
+            annotations = annotations_of((task for task in tasks if isinstance(task, Mapping)), labelling)
+        return self._learn(annotations)
 
     def _learn(self, events: list[Any]) -> Response:
         try:
@@ -198,8 +196,15 @@ def _number(task: object) -> str:
 
 
 def _labelling(config: object) -> Labelling:
-    try:
+    with _unprocessable():
         return read_labelling(config)
+
+
+@contextmanager
+def _unprocessable() -> Iterator[None]:
+    """Re-raise an InputError as a response."""
+    try:
+        yield
     except InputError as error:
         raise Denied(HTTPStatus.UNPROCESSABLE_ENTITY, f"{error}.") from error
 
