@@ -19,7 +19,7 @@ from cribo.apps.embed import Embedder
 
 
 class ImageEmbedder(ImageBytesEmbedder):
-    """Embeds images by the global features of a backbone, as `cribo embed` does.
+    """Embeds images as global features of a backbone, like `cribo embed`.
 
     Args:
         backbone: a run folder, checkpoint, timm name or repository on the hub.

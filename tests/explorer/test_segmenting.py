@@ -167,7 +167,7 @@ def upload_without_data(session: Session) -> None:
 
 
 def columns(*areas: tuple[int, int, int]) -> torch.Tensor:
-    """Return the painting of a class from one column to another of this picture."""
+    """Paint vertical stripes on this picture: (class, first column, end column) each."""
     labels = torch.full((48, 768), 255, dtype=torch.uint8)
     for label, first, last in areas:
         labels[:, first:last] = label

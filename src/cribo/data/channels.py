@@ -111,7 +111,7 @@ def scaled(values: Real[np.ndarray, "*size"], low: float, high: float) -> UInt8[
 
 
 def is_data(values: Num[np.ndarray, "*size"], nodata: float | None) -> Bool[np.ndarray, "*size"]:
-    """Return which values are finite and not the nodata value."""
+    """Return a mask of the values that are finite and not the nodata value."""
     found = np.isfinite(values) if values.dtype.kind == "f" else np.ones(values.shape, dtype=bool)
     if nodata is not None:
         found &= values != (values.dtype.type(nodata) if values.dtype.kind == "f" else nodata)  # rounded as stored
@@ -119,7 +119,7 @@ def is_data(values: Num[np.ndarray, "*size"], nodata: float | None) -> Bool[np.n
 
 
 def has_data(values: Num[np.ndarray, "h w c"], nodata: float | None) -> Bool[np.ndarray, "h w"]:
-    """Return which pixels have a channel that is finite and not the nodata value."""
+    """Return a mask of the pixels with data in at least one channel (see `is_data`)."""
     return np.any(is_data(values, nodata), axis=-1)
 
 

@@ -25,7 +25,7 @@ log = logging.getLogger("cribo")
 
 _MOST_IMAGES = 16
 _MOST_VALUES = 2**16  # of a channel of an image
-_WINDOW, _WINDOWS = 256, 8  # side in pixels of the windows of a large image, and their number in each direction
+_WINDOW, _WINDOWS = 256, 8  # side of the windows of a large image in pixels, and windows per axis
 _PERCENTILES = (0.1, 99.9)
 
 
@@ -82,7 +82,7 @@ def _values(images: ImageCollection | EncodedImages, index: int) -> Real[np.ndar
 
 
 def _values_of_windows(file: ImageContent, reading: Reading) -> Real[np.ndarray, "n c"] | None:
-    """Return the values of windows that are spread over a large image."""
+    """Return the values of evenly spaced windows of a large image."""
     with open_windows(file, reading=reading) as picture:
         if picture is None:
             return None
@@ -94,7 +94,7 @@ def _values_of_windows(file: ImageContent, reading: Reading) -> Real[np.ndarray,
 
 
 def _starts(side: int) -> list[int]:
-    """Return the starts of windows along a side, the first and the last at its ends."""
+    """Return the starts of windows along a side, including both ends."""
     return np.unique(np.linspace(0, max(0, side - _WINDOW), _WINDOWS).astype(int)).tolist()
 
 

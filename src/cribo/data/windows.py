@@ -101,7 +101,7 @@ class Bands:
 
 
 def _joined(parts: Sequence[Window]) -> Window:
-    """Return windows below each other as one."""
+    """Concatenate windows from top to bottom."""
     if len(parts) == 1:
         return parts[0]
     pixels, valid = zip(*parts, strict=True)

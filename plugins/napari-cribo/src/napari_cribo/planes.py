@@ -66,7 +66,7 @@ class Plane:
 
     @property
     def is_deep(self) -> bool:
-        """Whether the values are no 8-bit values."""
+        """Whether the values have another type than 8-bit integers or booleans."""
         return np.dtype(self.data.dtype) not in (np.uint8, np.bool_)
 
     def values(self) -> Num[np.ndarray, "h w c"]:

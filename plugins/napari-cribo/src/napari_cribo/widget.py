@@ -117,7 +117,7 @@ class StrokesWidget(QWidget):
     # ------------------------------------------------------------------------------------------------- layers
 
     def _images(self) -> list[Image]:
-        """Return the images to label; results are no images."""
+        """Return the images to label, without the layers of results."""
         results = [layer for layer, _ in self._written.values()]
         return [layer for layer in self._viewer.layers if isinstance(layer, Image) and layer not in results]
 
@@ -169,7 +169,7 @@ class StrokesWidget(QWidget):
         }
 
     def _write(self, image: Image, plane: Plane, kind: str, values: Shaped[np.ndarray, "h w"]) -> None:
-        """Show a result: in the layer that shows it already, unless somebody edited it, else in a new one."""
+        """Update the layer of a result; add a new layer if there is none, or if it was edited."""
         layer, written = self._written.get((image, kind), (None, {}))
         before = written.get(plane.index)
         if layer is not None and layer in self._viewer.layers and layer.data.shape == plane.shape:
@@ -295,7 +295,7 @@ class StrokesWidget(QWidget):
         worker.start()
 
     def _collected(self) -> tuple[dict[int, Image], list[Strokes], list[Plane]]:
-        """Return the images by the identity of their planes, all strokes, and the shown planes, the current first."""
+        """Return the image of each plane (by `id`), all strokes, and the shown planes, the current one first."""
         current = self._current()
         images: dict[int, Image] = {}
         strokes: list[Strokes] = []

@@ -359,14 +359,16 @@ class LabelResults:
 
 
 def check_min_area(write_min_area: int, write: Sequence[str], instances: Sequence[str] = ()) -> None:
-    """Check the area below which regions are merged in the files of other tools.
+    """Check `write_min_area` against the other options.
 
     Raises:
         ConfigError: it is negative, there are no such files, or classes are split into instances.
     """
     at_least(0).check(write_min_area=write_min_area)
     if write_min_area and not write:
-        raise ConfigError("--write_min_area requires --write, the formats in which small regions are merged")
+        raise ConfigError(
+            "--write_min_area requires --write: small regions are merged only in the files of other tools"
+        )
     if write_min_area and instances:
         raise ConfigError(
             "--write_min_area cannot be combined with --instances, which splits the exact labels: use --min_area, "

@@ -1,4 +1,4 @@
-"""Labels at full resolution of images that are read at a pixel size, and the reverse."""
+"""Conversion of labels between full resolution and the resolution at which an image is read."""
 
 import os
 from collections.abc import Sequence
@@ -26,37 +26,37 @@ class Scaling(NamedTuple):
 
     @classmethod
     def unscaled(cls, size: tuple[int, int]) -> "Scaling":
-        """Return the sizes of an image that is read at full resolution."""
+        """Return the scaling of an image that is read at full resolution."""
         return cls(size, size)
 
     @property
     def factors(self) -> tuple[float, float]:
-        """Height and width of a pixel of the full resolution, in pixels as read; 1 without a pixel size."""
+        """Vertical and horizontal factor from full resolution to the image as read; 1 without a pixel size."""
         return self.read[0] / self.full[0], self.read[1] / self.full[1]
 
     def corners(self, values: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "n 2"]:
-        """Return (x, y) in pixels as read, given those of the full resolution."""
+        """Scale (x, y) from full resolution to the image as read."""
         down, across = self.factors
         return values * (across, down)
 
     def ring_in_full(self, ring: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
-        """Return corners (x, y) at full resolution, to a hundredth of a pixel, given those in pixels as read."""
+        """Scale corners (x, y) from the image as read to full resolution, rounded to a hundredth of a pixel."""
         if self.full == self.read:
             return [*ring]
         down, across = self.factors
         return [(round(x / across, 2), round(y / down, 2)) for x, y in ring]
 
     def box(self, values: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
-        """Return (left, top, right, bottom) in pixels as read, given those of the full resolution."""
+        """Scale (left, top, right, bottom) from full resolution to the image as read."""
         down, across = self.factors
         return values[0] * across, values[1] * down, values[2] * across, values[3] * down
 
     def nearest(self, axis: int) -> Int64[np.ndarray, " n"]:
-        """Return the row (axis 0) or column (axis 1) of the full resolution of each one as read."""
+        """Return the full-resolution row (axis 0) or column (axis 1) nearest to each one of the image as read."""
         return _nearest(self.full[axis], self.read[axis])
 
     def reduced(self, mask: Bool[np.ndarray, "full_h full_w"]) -> Bool[np.ndarray, "h w"]:
-        """Return a mask of the full resolution as read, by nearest neighbour."""
+        """Resize a full-resolution mask to the image as read, by nearest neighbour."""
         return mask if self.full == self.read else mask[np.ix_(self.nearest(0), self.nearest(1))]
 
 
@@ -71,7 +71,7 @@ def scaling_of(path: str | os.PathLike[str], reading: Reading) -> Scaling:
 
 
 def resized(labels: Integer[Tensor, "h w"], size: tuple[int, int]) -> Integer[Tensor, "new_h new_w"]:
-    """Return labels at another size (height, width), by nearest neighbour."""
+    """Resize labels to a size (height, width), by nearest neighbour."""
     height, width = labels.shape
     if (height, width) == size:
         return labels
@@ -80,6 +80,6 @@ def resized(labels: Integer[Tensor, "h w"], size: tuple[int, int]) -> Integer[Te
 
 
 def _nearest(given: int, wanted: int) -> Int64[np.ndarray, " n"]:
-    """Return the one of `given` places along a side that is nearest to each of the `wanted` ones."""
+    """Return, for each of `wanted` positions along a side, the index of the nearest of `given` positions."""
     places = ((np.arange(wanted) + 0.5) * (given / wanted)).astype(np.int64)
     return places.clip(max=given - 1)

@@ -142,11 +142,11 @@ class WindowedPicture(Picture):
     @property
     @abstractmethod
     def pixel_size(self) -> PixelSize | None:
-        """Size of the pixels as the image is read; None if the file does not state it."""
+        """Pixel size at which the image is read; None if the file states none."""
 
     @property
     def map_tags(self) -> tuple[ExtraTag, ...]:
-        """TIFF tags of the place of the image on the map, as it is read; none if the file states no place."""
+        """TIFF tags with the map coordinates of the image as it is read; empty if the file has no coordinates."""
         return ()
 
     @abstractmethod
@@ -158,5 +158,5 @@ class WindowedPicture(Picture):
         """
 
     def unscaled_window(self, top: int, left: int, height: int, width: int) -> Real[np.ndarray, "n c"] | None:
-        """Decode the values of a window, without those of no data, if nothing states black and white of them."""
+        """Decode the values of a window, except nodata, if their range is unknown; else return None."""
         return None

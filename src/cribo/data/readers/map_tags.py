@@ -1,4 +1,4 @@
-"""The tags of a GeoTIFF that say where it lies on the map (OGC GeoTIFF 1.1, section 7), for pictures of its labels."""
+"""Tags with the map coordinates of a GeoTIFF (OGC GeoTIFF 1.1, section 7), which are copied to its label maps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ ExtraTag = tuple[int, int, int, Any, bool]
 
 
 def map_tags(tags: Mapping[int, Any], factors: tuple[float, float]) -> tuple[ExtraTag, ...]:
-    """Return the tags of the place of an image that is resized; none without a place.
+    """Return the coordinate tags of a resized image; empty if it has no coordinates.
 
     Args:
         tags: values of the tags of the image, by their code.
-        factors: height and width of its pixels after resizing, in pixels before.
+        factors: height and width of a resized pixel, in original pixels.
     """
     found = {code: tags[code] for code in _TYPES if code in tags}
     if _KEYS not in found or not (MATRIX in found or {SCALE, _TIEPOINTS} <= found.keys()):
         return ()
     down, across = factors
-    # Coordinates of pixels start at the corner of the first one, or at its centre.
+    # The origin is the corner of the first pixel or, with PixelIsPoint, its centre.
     start = 0.5 if _is_point(found[_KEYS]) else 0.0
     if SCALE in found:
         width, height, *others = found[SCALE]
@@ -50,18 +50,18 @@ def map_tags(tags: Mapping[int, Any], factors: tuple[float, float]) -> tuple[Ext
             for x, y, z, origin in rows
             for number in (x * across, y * down, z, origin + x * shifts[0] + y * shifts[1])
         )
-    # A text is counted and ended by tifffile.
+    # tifffile appends the terminating null of a text, and counts.
     return tuple(
         (code, _TYPES[code], 0 if code == _TEXTS else len(value), value, True) for code, value in found.items()
     )
 
 
 def nodata_tag(value: int) -> ExtraTag:
-    """Return the tag of the value of pixels without data."""
+    """Return the tag that declares a nodata value."""
     return NODATA, _ASCII, 0, str(value), True
 
 
 def _is_point(keys: tuple[int, ...]) -> bool:
-    """Whether coordinates of pixels are those of their centres."""
+    """Whether the raster type is PixelIsPoint: coordinates refer to the centres of pixels."""
     entries = (keys[place : place + 4] for place in range(4, len(keys), 4))
     return any(entry[0] == _RASTER_TYPE and entry[3] == _IS_POINT for entry in entries)

@@ -51,7 +51,7 @@ def pixel_size_of_tiff(tiff: tifffile.TiffFile, tags: Mapping[int, Any]) -> Pixe
 
 
 def _of_ome(text: str) -> PixelSize | None:
-    """Return the pixel size of the first image of OME-XML."""
+    """Return the pixel size of the first image in OME-XML."""
     with contextlib.suppress(ElementTree.ParseError, ValueError):
         pixels = ElementTree.fromstring(text).find("{*}Image/{*}Pixels")
         if pixels is not None:

@@ -46,7 +46,7 @@ class Host:
 
     @property
     def name(self) -> str:
-        """Name and port, as in names of examples."""
+        """Name and port, part of the names of examples."""
         return urlsplit(self._url).netloc.lower()
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Host:
         return content
 
     def _read(self, url: str, most: int, what: str, option: str) -> tuple[httpx.Response, bytes]:
-        """Return the answer to a request with the key, and its content, counting bytes as they arrive."""
+        """Send a request with the key; return the response and its content, whose size is checked while it arrives."""
         deadline, parts, size = time.monotonic() + self._timeout, list[bytes](), 0
         # Without compression, bytes that arrive are those in memory.
         headers = {"accept-encoding": "identity", **self._authorization()}
@@ -120,7 +120,7 @@ class Host:
         return answer, b"".join(parts)
 
     def _authorization(self) -> dict[str, str]:
-        """Return the header of a request; a personal token is exchanged for one that is valid for some minutes."""
+        """Return the header with the access token; a personal token is first exchanged for a short-lived one."""
         if self._key is None:
             return {}
         if self._key.count(".") != 2:  # a legacy token is hexadecimal, a personal one has three parts
@@ -152,7 +152,7 @@ class Host:
 
 
 def _origin(url: str) -> tuple[str, str, int] | None:
-    """Return scheme, name and port of a URL; None if it is not one of HTTP."""
+    """Return scheme, name and port of an HTTP URL; None for other URLs."""
     try:
         parts = urlsplit(url)
         if parts.scheme not in _DEFAULT_PORTS or not parts.hostname:
@@ -178,5 +178,5 @@ def _of_data_uri(address: str, most: int) -> bytes:
 
 
 def _shown(address: str) -> str:
-    """Return an address for messages."""
+    """Format an address for error messages."""
     return repr(without_secrets(address[:200]))

@@ -21,7 +21,7 @@ _DEEPEST = 64  # nested tags
 
 @dataclass(frozen=True)
 class Labelling:
-    """What a labelling configuration says about one image of each task.
+    """A parsed labelling configuration, for one image of each task.
 
     Attributes:
         image: name of the tag of the image.
@@ -52,7 +52,7 @@ class Labelling:
         return address
 
     def own(self, annotation: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an annotation with the results for the image, if the task has others, too."""
+        """Return a copy of an annotation without the results for other images of the task."""
         results = annotation.get("result")
         if isinstance(results, list):
             results = [
@@ -102,7 +102,7 @@ def read_labelling(config: object) -> Labelling:
 
 
 def _tags(config: object) -> list[tuple[str, dict[str, str]]]:
-    """Return the tags of XML with their attributes, all names in lower case."""
+    """Parse XML into (tag, attributes) pairs; all names become lower case."""
     found: list[tuple[str, dict[str, str]]] = []
     depth = 0
     parser = expat.ParserCreate()
@@ -157,7 +157,7 @@ def class_of_labels(labels: Iterable[str], classes: Sequence[str]) -> dict[str, 
 
 
 def differences(labels: Sequence[str], classes: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the labels of which a memory has no class, and the classes that are no labels, without the background."""
+    """Return the labels without a class in the memory, and the classes without a label; background is left out."""
     matched = class_of_labels(labels, classes)
     lacking = [label for label in labels if label not in matched and not is_ignored(label) and not is_background(label)]
     others = [name for name in classes if name not in matched.values() and not is_background(name)]

@@ -108,7 +108,7 @@ class Learner:
 
     @property
     def waiting(self) -> int:
-        """Number of events that are not finished."""
+        """Number of unfinished events."""
         return self._waiting.unfinished_tasks
 
     def add(self, events: Sequence[Event]) -> None:
@@ -127,7 +127,7 @@ class Learner:
         self._waiting.join()
 
     def close(self) -> None:
-        """Finish the annotations in progress, and leave out those that wait."""
+        """Finish the annotations in progress, and discard those that wait."""
         self._is_closing = True
         self._waiting.put(None)
         self._thread.join()

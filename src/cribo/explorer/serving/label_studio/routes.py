@@ -191,7 +191,7 @@ class MLBackend:
 
 
 def _number(task: object) -> str:
-    """Return the id of a task for messages."""
+    """Format the id of a task for error messages."""
     return f"{task.get('id')!r:.20}" if isinstance(task, Mapping) else "?"
 
 
@@ -202,7 +202,7 @@ def _labelling(config: object) -> Labelling:
 
 @contextmanager
 def _unprocessable() -> Iterator[None]:
-    """Re-raise an InputError as a response."""
+    """Turn an InputError into a response with status 422."""
     try:
         yield
     except InputError as error:
@@ -241,7 +241,7 @@ def _events(content: Mapping[str, Any]) -> list[Event]:
 
 
 def _listed(value: object) -> list[Any]:
-    """Return an object or a list of objects as a list."""
+    """Wrap a single object in a list."""
     return value if isinstance(value, list) else [value]
 
 
